@@ -1,14 +1,15 @@
 """Checkpoints and folders of the Hub that tests write, and a limit of what they write."""
 
 import resource
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
+import yaml
 from torch import Tensor
 
 from longctx.runs.checkpoint_write import Saving
@@ -19,10 +20,11 @@ def write(saving: Saving, memory: list[Tensor] | None = None) -> None:
     with ThreadPoolExecutor(1) as thread:
         saving.begin(thread, memory)
     saving.written.result()
-    if saving.rank == 0:
-        while not saving.is_written():
-            time.sleep(0.01)
-        saving.complete()
+
+
+def write_config(folder: Path, settings: dict[str, Any]) -> None:
+    """Write the config.yaml of a run."""
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
 
 
 def to_hub_cache(folder: Path, commit: str, monkeypatch: pytest.MonkeyPatch) -> Path:

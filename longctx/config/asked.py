@@ -15,19 +15,25 @@ def workload_of(
 ) -> Workload:
     """Return the step of `config` on `device` ("cuda" or "cpu") with sequences of `seq_len` tokens,
     in the plainest division that it leaves open.
+    """
+    step = open_step(config, device, seq_len, model or config.model)
+    return step.divided(step.divisions[0], seq_len)
+
+
+def open_step(config: TrainConfig, device: str, seq_len: int, model: GPTConfig) -> Workload:
+    """Return the step of `config` with every division that it leaves open.
 
     Nulls get their defaults; the memory policy stays as requested. On a GPU the planner may make
     fewer, larger micro-batches of the same step.
     """
-    model = model or config.model
     memory, compiles = config.memory, config.compile.lower()
-    division = divisions(config, model)[0]
-    step = Workload(
+    possible = divisions(config, model)
+    return Workload(
         device=device,
         devices=config.devices,
-        strategy=division.strategy,
-        context=division.context,
-        context_method=division.context_method,
+        strategy=possible[0].strategy,
+        context=possible[0].context,
+        context_method=possible[0].context_method,
         seq_len=seq_len,
         batch_size=0,
         accumulate=0,
@@ -46,8 +52,8 @@ def workload_of(
         graphs=config.graphs.lower() if config.objective.traits.data is None else "false",
         bf16_layers=tuple(config.bf16_layers),
         passkey_length=max(config.passkey.lengths or [0]) if config.passkey.enabled else 0,
+        divisions=tuple(possible),
     )
-    return step.divided(division, seq_len)
 
 
 def divisions(config: TrainConfig, model: GPTConfig) -> list[Division]:
@@ -65,7 +71,7 @@ def divisions(config: TrainConfig, model: GPTConfig) -> list[Division]:
             config.batch_size,
             config.accumulate,
         )
-        for context in config.context.each(devices, model.heads, takes_intervals)
+        for context in config.context.layouts(devices, model.heads, takes_intervals)
         for name in names
     ]
 

@@ -105,7 +105,7 @@ class ScheduleTraits(NamedTuple):
     """Describe a learning-rate schedule.
 
     share: a step after the warm-up, counted from 0, and the run's steps and keys, a `Schedule` of
-        longctx/training/schedule.py → the rate as a share of lr.
+        longctx/training/learning_rate.py → the rate as a share of lr.
     """
 
     share: Callable[[int, Any], float]

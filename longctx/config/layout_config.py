@@ -168,7 +168,7 @@ class ContextConfig:
             return self.method
         return "allgather" if heads % self.degree else "ulysses"
 
-    def each(self, devices: int, heads: int, takes_intervals: bool) -> list[ContextConfig]:
+    def layouts(self, devices: int, heads: int, takes_intervals: bool) -> list[ContextConfig]:
         """Return every possible degree and method on `devices` devices.
 
         An impossible request is returned as it is, to be refused by name.

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 from longctx.attention.description import AttentionConfig
@@ -195,7 +196,6 @@ class TrainConfig(Group):
 
     def problems_of_new_run(self) -> Iterator[str]:
         """Yield a message for keys that a new run cannot have; a resumed one had them before."""
-        check_warmup(self.warmup_steps, self.max_steps)
         if self.context.degree == 1 and self.context.method != "auto":
             yield f"context.method={self.context.method}: does nothing with context=1; give both"
         if self.lora.rank is not None and self.init is None:
@@ -209,12 +209,6 @@ class TrainConfig(Group):
             for name, value in vars(self.wandb).items()
             if value != usual[name] and not any(keys is None or name in keys for keys in read)
         ]
-
-    def schedule_keys(self) -> dict[str, Any]:
-        """Return the keys that lr_schedule has, with its defaults in place of nulls."""
-        defaults = SCHEDULES[self.lr_schedule].keys
-        given = {name: getattr(self, name) for name in defaults}
-        return {key: defaults[key] if value is None else value for key, value in given.items()}
 
     def _problems_of_objective(self) -> Iterator[str]:
         """Yield a message for what the objective does not go with."""
@@ -263,8 +257,7 @@ class TrainConfig(Group):
 
     def check_model(self, model: GPTConfig) -> None:
         """Raise ValueError for keys with which `model` cannot be trained."""
-        refuse_first(self._problems_of_experts(model))
-        refuse_first(self._problems_of_fp8(model))
+        refuse_first(chain(self._problems_of_experts(model), self._problems_of_fp8(model)))
         self.lora.check_model(model)
 
     def _problems_of_experts(self, model: GPTConfig) -> Iterator[str]:
@@ -302,10 +295,3 @@ class TrainConfig(Group):
             yield f"{setting}: layers from 0 to {layers - 1}, or from the last, -1"
         if len({layer % layers for layer in self.bf16_layers}) == layers:
             yield f"{setting}: leaves no layer in FP8; use precision=bf16"
-
-
-def check_warmup(warmup_steps: int | None, max_steps: int | None) -> None:
-    """Raise ValueError if the learning rate would never reach its peak."""
-    if warmup_steps and max_steps and warmup_steps > max_steps:
-        why = f"the run has {max_steps:,} steps, so the rate would never reach lr"
-        raise ValueError(f"warmup_steps={warmup_steps}: {why}; give fewer, or more max_steps")

@@ -173,19 +173,24 @@ class Tokenizer:
             return 1
         return len(written) if _BYTE_LETTERS.issuperset(written) else len(text.encode())
 
-    def save(self, path: str | Path) -> None:
-        """Write `path` (tokenizer.json) and the tokenizer_config.json with its special tokens."""
-        path = Path(path)
+    def texts(self) -> dict[str, str]:
+        """Return the text of tokenizer.json and of the tokenizer_config.json with its tokens."""
         settings: dict[str, str | None] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": self.eos,
         }
         if self.bos_id is not None:
             settings["bos_token"] = self._tokenizer.id_to_token(self.bos_id)
-        files.write_text(
-            path.parent / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n"
-        )
-        files.write_text(path, self._tokenizer.to_str(pretty=True))
+        return {
+            "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
+            "tokenizer.json": self._tokenizer.to_str(pretty=True),
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write `path` (tokenizer.json) and the tokenizer_config.json next to it."""
+        settings, tokenizer = self.texts().values()
+        files.write_text(Path(path).parent / "tokenizer_config.json", settings)
+        files.write_text(Path(path), tokenizer)
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:

@@ -22,7 +22,7 @@ from longctx.hf.families import multimodal, read_model, write_config
 from longctx.hf.stored import warn_of_not_finite, write_json
 from longctx.model import lora
 from longctx.model.gpt import GPT
-from longctx.model.saved_weights import check_weights, lora_of, skeleton
+from longctx.model.saved_weights import checked_skeleton, lora_of
 from longctx.runs import run_folder
 from longctx.runs.checkpoints import not_finite, read, verify
 from longctx.spec.model_config import GPTConfig, LoraConfig
@@ -137,8 +137,7 @@ def adapted_model(
     to another model.
     """
     added, settings = lora_of(checkpoint), checkpoint["longctx"]["config"]
-    own = skeleton(config, "naive", added)
-    check_weights(path, checkpoint, own)
+    own = checked_skeleton(path, checkpoint, config, "naive", added)
     rows = checkpoint["state_dict"].items()
     weights = {name.removeprefix("model."): x for name, x in rows}
     before = Path(str(settings.get("init")))

@@ -24,11 +24,18 @@ def skeleton(config: GPTConfig, backend: AttentionConfig | str, added: LoraConfi
         return model if added.rank is None else lora.add(model, added)
 
 
-def check_weights(path: Path, checkpoint: dict[str, Any], model: GPT) -> None:
-    """Raise ValueError unless the checkpoint at `path` has the weights of `model`.
+def checked_skeleton(
+    path: Path,
+    checkpoint: dict[str, Any],
+    config: GPTConfig,
+    backend: AttentionConfig | str,
+    lora: LoraConfig,
+) -> GPT:
+    """Return the `skeleton`; raise ValueError unless the checkpoint at `path` has its weights.
 
     Names, shapes, dtypes and layout in the file are compared; no weight is read.
     """
+    model = skeleton(config, backend, lora)
     weights = checkpoint["state_dict"]
     mine = {f"model.{name}": x for name, x in model.named_parameters()}
     for name in [*mine, *(weights.keys() - mine.keys())]:
@@ -44,6 +51,7 @@ def check_weights(path: Path, checkpoint: dict[str, Any], model: GPT) -> None:
             wrong = checkpoints.flaw(weights[name], mine[name].shape, dtypes)
         if wrong:
             raise ValueError(f"{path}: its weights are not those of its model: {name} is {wrong}")
+    return model
 
 
 def lora_of(checkpoint: dict[str, Any]) -> LoraConfig:
@@ -61,7 +69,7 @@ def copy_weights(
     they are not those of this model.
     """
     config = lora_of(checkpoint)
-    check_weights(path, checkpoint, skeleton(model.config, "naive", config))
+    checked_skeleton(path, checkpoint, model.config, "naive", config)
     weights = {name.removeprefix("model."): x for name, x in checkpoint["state_dict"].items()}
     for name, x in model.named_parameters():
         if name in weights and not name.endswith(lora.ADDED):

@@ -19,7 +19,7 @@ from longctx.planner.peak_memory import TERMS, predict
 from longctx.spec.hardware import GIB, Chip
 from longctx.spec.step import Measured, Workload
 from longctx.tables import count_of, grid
-from longctx.training.schedule import schedule_of
+from longctx.training.learning_rate import schedule_of
 
 SIZES = ("GPU GiB", "host GiB", "fits")
 SPEED = ("s/step", "tokens/s", "MFU")

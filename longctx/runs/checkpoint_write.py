@@ -1,14 +1,15 @@
 """Writing a checkpoint: safetensors files from any number of ranks, while training may continue.
 
 A thread writes the tensors, or a copy of them in host memory so that training may change them
-meanwhile. It talks to no other rank: it leaves a JSON next to its files, and rank 0 completes the
-folder when there is one of each rank. The folder gets its name when all of it is on disk, so a kill
-at any moment leaves it whole or hidden.
+meanwhile. It talks to no other rank: it leaves a JSON next to its files, and the thread of rank 0
+completes the folder when there is one of each rank. The folder gets its name when all of it is on
+disk, so a kill at any moment leaves it whole or hidden.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import zlib
@@ -33,6 +34,8 @@ IN_FILES = {
 }
 SHARD = 1 << 30  # bytes of one file, unless a tensor is larger
 CHUNK = 1 << 24  # bytes that are written, and given to the disk, at one time
+PAUSE = 0.05  # seconds between two looks for the files of other ranks
+OTHERS = 10.0  # seconds that rank 0 of a run that fails waits for them
 
 
 class Sharded(NamedTuple):
@@ -103,7 +106,7 @@ class Saving:
     `replaced` returns; that never fails a save: the problem is in `warning`.
     """
 
-    written: Future[None]  # this rank's files; has the OSError if they failed
+    written: Future[None]  # this rank's files, on rank 0 the folder; has the OSError of a failure
 
     def __init__(
         self,
@@ -124,10 +127,11 @@ class Saving:
         self.has_host_tensors = torch.device("cpu") in devices
         self.memory: list[Tensor] | None = None  # host memory for a copy of each shard
         self.copied: torch.cuda.Event | None = None  # when a GPU has made the copy
-        self.bytes = 0  # of all files, when the folder is whole
+        self.bytes = 0  # of all files, when the folder is whole, on rank 0
         self.seconds = 0.0  # from `begin` until then
         self.warning: str | None = None
         self._started = time.monotonic()
+        self._until = math.inf  # then rank 0 waits no longer for other ranks
 
     def begin(self, thread: ThreadPoolExecutor, memory: list[Tensor] | None = None) -> None:
         """Let `thread` write a copy of the tensors in `memory`. Without `memory` it writes the
@@ -143,24 +147,10 @@ class Saving:
             self._copy(memory)
         self.written = thread.submit(self._write)
 
-    def is_written(self) -> bool:
-        """Return True if every rank has written its files."""
-        return len(list(self.partial.glob("rank-*.json"))) == self.ranks
-
-    def complete(self) -> None:
-        """Give the folder its name, on rank 0, when all ranks have written; then delete the
-        checkpoints that it replaces. Raises OSError.
-        """
-        try:
-            self._complete()
-        except Exception as error:
-            raise self._error(error) from error
-        self.seconds = time.monotonic() - self._started
-        try:
-            for path in self.replaced():
-                files.remove(path, strict=True)
-        except OSError as error:  # the next save tries again
-            self.warning = f"older checkpoints could not be deleted ({one_line(error)})"
+    def give_up_soon(self) -> Path:
+        """Let rank 0 wait for other ranks OTHERS seconds at most; return the unfinished folder."""
+        self._until = time.monotonic() + OTHERS
+        return self.partial
 
     def _error(self, error: Exception) -> OSError:
         if not self.path.parent.exists():
@@ -181,7 +171,9 @@ class Saving:
             self.copied.record(torch.cuda.current_stream(self.gpu))
 
     def _write(self) -> None:
-        """Write this rank's files, AT_ONCE at a time, then the JSON that lists them for rank 0."""
+        """Write this rank's files, AT_ONCE at a time, then the JSON that lists them for rank 0,
+        which completes the folder and deletes the checkpoints that it replaces.
+        """
         try:
             self._wait_for_copy()
             with ThreadPoolExecutor(AT_ONCE, initializer=self._use_gpu) as pool:
@@ -190,8 +182,26 @@ class Saving:
             file_of = {name: shard.file for shard in self.shards for name in shard.tensors}
             written_json = json.dumps({"files": listed, "places": file_of})
             files.write_text(self._json_of(self.rank), written_json)
+            if self.rank or not self._has_all_ranks():
+                return
+            self._complete()
         except Exception as error:  # also of memory
             raise self._error(error) from error
+        self.seconds = time.monotonic() - self._started
+        try:
+            for path in self.replaced():
+                files.remove(path, strict=True)
+        except OSError as error:  # the next save tries again
+            self.warning = f"older checkpoints could not be deleted ({one_line(error)})"
+
+    def _has_all_ranks(self) -> bool:
+        """Wait for the files of all ranks; return False if a run that fails has waited enough."""
+        here = time.monotonic()
+        while len(list(self.partial.glob("rank-*.json"))) < self.ranks:
+            if time.monotonic() > max(self._until, here + OTHERS):
+                return False
+            time.sleep(PAUSE)
+        return True
 
     def _use_gpu(self) -> None:
         """Have this thread use the GPU of the tensors; a thread begins with the first GPU."""

@@ -15,7 +15,9 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+import shutil
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,9 @@ import yaml
 from longctx import files, untrusted
 from longctx.config.fields import declared_as
 from longctx.config.train_config import TrainConfig
-from longctx.runs import checkpoint_index
+from longctx.runs import checkpoint_index, metrics_file
+
+LOCK, CONFIG = "kernel.lock.json", "config.yaml"
 
 
 def stem(choices: dict[str, str], seq_len: int, changed: dict[str, str]) -> str:
@@ -37,12 +41,12 @@ def stem(choices: dict[str, str], seq_len: int, changed: dict[str, str]) -> str:
     is_own = len(shape) > 3  # so many keys of a model would fill the name
     parts = ["own" if is_own else choices["model"], choices["attention"], length]
     if choices["data"] != "embedded":
-        parts.append(choices["data"])
+        parts += [choices["data"]]
     for key, value in changed.items():
         is_told = key in ("model", "attention", "data")  # above
         is_left_out = is_told or value == "auto" or (is_own and key in shape)
         if not is_left_out and declared_as(TrainConfig, key).names:
-            parts.append(key.split(".")[-1].replace("_", "") + value)
+            parts += [key.split(".")[-1].replace("_", "") + value]
     return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-")[:80].rstrip("-.")
 
 
@@ -70,6 +74,60 @@ def create(root: Path, name: str | None, beginning: str) -> Path:
             folder.mkdir()
             break
     return folder
+
+
+def begin(
+    root: Path,
+    name: str | None,
+    beginning: str,
+    settings: dict[str, Any],
+    lock: dict[str, Any] | None,
+    texts: Mapping[str, str],
+) -> Path:
+    """Make the folder of a new run, with its `settings`, kernel `lock` and the files `texts`."""
+    folder = create(root, name, beginning)
+    own = texts_of(settings | {"name": folder.name}, lock)
+    # A folder that is not complete would look like a run
+    try:
+        (folder / "checkpoints").mkdir()
+        for file, text in [*texts.items(), *own.items()]:
+            files.write_text(folder / file, text)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder
+
+
+def go_back(
+    checkpoint: Path,
+    damaged: Mapping[Path, str],
+    settings: dict[str, Any],
+    lock: dict[str, Any] | None,
+) -> None:
+    """Take the folder of a resumed run back to its `checkpoint`: drop later metrics, set newer
+    `damaged` ones aside, remove half-written files of killed processes.
+    """
+    folder, texts = checkpoint.parent.parent, texts_of(settings, lock)
+    metrics_file.drop_after(folder, step_of(checkpoint))
+    for path in (folder, checkpoint.parent):
+        files.remove_partial(path)
+    for path, damage in damaged.items():
+        aside = path.with_name(f"{path.name}.damaged")
+        files.remove(aside)
+        path.rename(aside)
+        goes_on = f"set aside as {aside.name}, the run goes on from {checkpoint}"
+        print(f"{path}: {damage}; {goes_on}", file=sys.stderr)
+    if lock is None:
+        (folder / LOCK).unlink(missing_ok=True)
+    for file, text in texts.items():
+        files.write_text(folder / file, text)
+
+
+def texts_of(settings: dict[str, Any], lock: dict[str, Any] | None) -> dict[str, str]:
+    """Return the text of kernel.lock.json, if there is a `lock`, and of config.yaml."""
+    locks = {} if lock is None else {LOCK: json.dumps(lock, indent=1) + "\n"}
+    text = yaml.safe_dump(settings | {"resume": None}, sort_keys=False, width=120)
+    return locks | {CONFIG: text}
 
 
 @contextmanager
@@ -244,13 +302,6 @@ def _is_checkpoint(path: Path) -> bool:
         return steps is None or path.name == f"step-{steps:08d}.ckpt"
     except (ValueError, TypeError):  # damaged, which its reader reports
         return True
-
-
-def write_config(folder: Path, settings: Any) -> None:
-    """Write the resolved configuration to config.yaml."""
-    files.write_text(
-        folder / "config.yaml", yaml.safe_dump(plain(settings), sort_keys=False, width=120)
-    )
 
 
 def plain(config: Any) -> dict[str, Any]:

@@ -49,8 +49,11 @@ class Tracker:
         self.plugins = plugins
         openings = {name: TRACKERS[name].opening(config, folder) for name in names}
         self.openings = {name: lines for name, lines in openings.items() if lines}
-        self._records_before = len(metrics_file.read(folder))
-        self._file = open(folder / metrics_file.FILE, "a", encoding="utf-8")  # noqa: SIM115
+        # Lines that show the user the targets of the copies
+        self.opening = [f"{name:<10} " + f"\n{'':11}".join(x) for name, x in self.openings.items()]
+        self._file = open(folder / metrics_file.FILE, "a+", encoding="utf-8")  # noqa: SIM115
+        self._file.seek(0)
+        self._records_before = sum(1 for _ in self._file)
         self._copies: list[Copy] = []
 
     def log(self, record: Record) -> None:
@@ -72,16 +75,14 @@ class Tracker:
         """Return lines about copies that failed, once."""
         return "\n".join(filter(None, [copy.news() for copy in self._copies])) or None
 
-    def finish(self, exit_code: int) -> None:
-        """Close the file, and the copies once they have everything, or after PATIENCE seconds."""
+    def finish(self, exit_code: int) -> str | None:
+        """Close the file, and the copies once they have everything, or after PATIENCE seconds;
+        return lines about those that failed.
+        """
         with suppress(OSError):  # of a full disk, which `log` has raised already
             self._file.close()
         finish(self._copies, exit_code)
-
-    def opening(self) -> str | None:
-        """Return lines that show the user the targets of the copies, or None without any."""
-        heads = [f"{name:<10} " + f"\n{'':11}".join(x) for name, x in self.openings.items()]
-        return "\n".join(heads) or None
+        return self.problem()
 
 
 class Copy:

@@ -8,22 +8,19 @@ kernels made its weights.
 from __future__ import annotations
 
 import hashlib
-import json
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from longctx import files
 from longctx.attention import Mask, attention, kernels_run, registered
-from longctx.config.train_config import TrainConfig
 from longctx.kernels import integers, machine, sha256, sources
 from longctx.parallel.devices import dtype_of
 from longctx.runs import run_folder
 from longctx.spec.step import Workload
+from longctx.training.run import Run
 
 Lock = dict[str, Any]
-FILE = "kernel.lock.json"
 TOKENS = 1000  # of the inputs
 BORDERS = (97, 98, 298, 333)  # of documents in them
 
@@ -80,35 +77,32 @@ def fingerprint(workload: Workload, device: torch.device) -> dict[str, str]:
     return {"inputs": f"{workload.precision}, {shape}"} | {n: sha256(results[n]) for n in names}
 
 
-def held(
-    config: TrainConfig, new: Lock | None, old: Any, steps: int
-) -> tuple[Lock | None, str | None]:
-    """Return the lock with which a run resumed after `steps` steps continues, and a line to print.
+def locked(run: Run) -> Run:
+    """Return `run` with its lock, and a line if a resumed one has others than its checkpoint's.
 
-    `old` is the checkpoint's, None if it has none. Raises ValueError, one line with every field
-    that differs, unless kernel.lock=record accepts the difference.
+    Raises ValueError, one line with every field that differs, unless kernel.lock=record accepts
+    the difference.
     """
-    if new is None:
-        return None, None
+    if run.config.kernel.lock == "off" or run.config.dry_run:
+        return replace(run, kernel_lock=None)
+    old, now = run.kernel_lock, of_workload(run.workload)
+    run = replace(run, kernel_lock=now)
+    if run.checkpoint is None:
+        return run
     if not isinstance(old, dict):
-        return new, "recorded now: the run had no kernel lock before"
-    before, now = (run_folder.flat(lock) for lock in (old, new))
-    changed = [key for key in before | now if before.get(key) != now.get(key)]
+        return replace(run, lock_note="recorded now: the run had no kernel lock before")
+    before, after = run_folder.flat(old), run_folder.flat(now)
+    changed = [key for key in before | after if before.get(key) != after.get(key)]
     if not changed:
-        return new, None
-    listed = "; ".join(f"{key}: {before.get(key)!s:.12} -> {now.get(key)!s:.12}" for key in changed)
-    if config.kernel.lock != "record":
+        return run
+    listed = "; ".join(
+        f"{key}: {before.get(key)!s:.12} -> {after.get(key)!s:.12}" for key in changed
+    )
+    if run.config.kernel.lock != "record":
         raise ValueError(
-            f"resume={config.resume}: the attention kernels are not those of the run, so it would "
-            f"not continue as it was ({listed}); go back to those, or accept the new ones with "
+            f"resume={run.folder}: the attention kernels are not those of the run, so it would not "
+            f"continue as it was ({listed}); go back to those, or accept the new ones with "
             "kernel.lock=record"
         )
-    return new, f"accepted others from step {steps + 1:,} on: {listed}"
-
-
-def write(folder: Path, lock: Lock | None) -> None:
-    """Write kernel.lock.json in the folder of a run, or remove it if `lock` is None."""
-    if lock is None:
-        (folder / FILE).unlink(missing_ok=True)
-    else:
-        files.write_text(folder / FILE, json.dumps(lock, indent=1) + "\n")
+    note = f"accepted others from step {run.steps_done + 1:,} on: {listed}"
+    return replace(run, lock_note=note)

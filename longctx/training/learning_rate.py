@@ -17,18 +17,131 @@ the keys that it reads.
 
 from __future__ import annotations
 
+import bisect
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longctx.config.doors import SCHEDULES, ScheduleTraits
+from longctx.spec.model_config import GPTConfig
+from longctx.spec.step import Workload
 
 if TYPE_CHECKING:
-    from longctx.training.schedule import Schedule
+    from longctx.config.train_config import TrainConfig
 
-__all__ = ["ScheduleTraits", "register"]
+__all__ = ["Schedule", "ScheduleTraits", "register", "schedule_of"]
 
+MAX_STEPS = {"cuda": 300, "cpu": 40}  # if max_steps is not given
+FLOPS_ON_CPU = 8e12  # two slow cores compute so many in 4 to 5 minutes
 DECAY_SHARE = 0.2  # of the steps: where arXiv 2405.18392 finds no more gain
 register = SCHEDULES.register
+
+
+class Schedule(NamedTuple):
+    """The rates of a run; `keys` has the values of the schedule's own keys."""
+
+    name: str
+    lr: float  # peak
+    max_steps: int
+    warmup_steps: int
+    keys: Mapping[str, Any]
+
+    @classmethod
+    def of_saved(cls, settings: Mapping[str, Any]) -> Schedule:
+        """Return the schedule in the settings of a run, which have no nulls."""
+        name = settings["lr_schedule"]
+        keys = {key: settings[key] for key in SCHEDULES[name].keys}
+        return cls(name, settings["lr"], settings["max_steps"], settings["warmup_steps"], keys)
+
+    def rate(self, step: int) -> float:
+        """Return the rate of step `step`, counted from 0."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        # The shapes end at the last step; a stock Trainer may ask for one more
+        return self.lr * SCHEDULES[self.name].share(min(step, self.max_steps - 1), self)
+
+    def stable_steps(self) -> int:
+        """Return the steps before the rate falls below its peak; all of them if it never falls."""
+        after = range(self.warmup_steps, self.max_steps)
+        # A bisection, since a run may have 10^9 steps
+        falling = bisect.bisect_left(after, True, key=lambda step: self.rate(step) < self.lr)
+        return self.warmup_steps + falling
+
+    def check(self, config: TrainConfig) -> None:
+        """Raise ValueError for a new run whose warm-up takes more than all steps, a decay that
+        never begins or begins before the peak, or a seq_len_schedule of all steps.
+        """
+        # The keys of a resumed run are of more steps, if it has fewer now
+        if config.resume is None and self.max_steps < (config.warmup_steps or 0):
+            why = f"the run has {self.max_steps:,} steps, so the rate would never reach lr"
+            raise ValueError(
+                f"warmup_steps={config.warmup_steps}: {why}; give fewer, or more max_steps"
+            )
+        start = self.keys.get("lr_decay_from")
+        if start is not None and not self.warmup_steps <= start < self.max_steps:
+            raise ValueError(
+                f"lr_decay_from={start}: the rate is at its peak from step {self.warmup_steps:,} "
+                f"on, and the run has {self.max_steps:,} steps; give a number between"
+            )
+        stages = config.seq_len_schedule or []
+        if sum(steps for _, steps in stages) >= self.max_steps:
+            why = f"takes all {self.max_steps:,} steps; leave some for seq_len"
+            raise ValueError(f"seq_len_schedule={stages}: {why}")
+
+    def change(self, before: Schedule, steps_done: int, setting: str) -> str:
+        """Return a line about the next step's rate if it is not that of the schedule `before`;
+        raise ValueError, which names `setting`, if it falls in the steps done, in which it did not.
+        """
+        stable = self.stable_steps()
+        if stable < min(steps_done, before.stable_steps()):
+            raise ValueError(
+                f"{setting}: lr_schedule={self.name} would have begun to fall after step "
+                f"{stable:,}, but the run has {steps_done:,} at its peak; to begin here, give "
+                f"lr_schedule=wsd lr_decay_from={steps_done}"
+            )
+        if self.rate(steps_done) == before.rate(steps_done):
+            return ""
+        rates = f"{before.rate(steps_done - 1):.3g} until now, {self.rate(steps_done):.3g}"
+        return f"{rates} in the next step: max_steps or lr_schedule has changed"
+
+
+def schedule_of(config: TrainConfig, workload: Workload) -> Schedule:
+    """Return the schedule that `config` asks for, with its nulls filled in for `workload`."""
+    if config.max_tokens is not None:
+        steps = math.ceil(config.max_tokens / workload.tokens_per_step)
+    else:
+        steps = config.max_steps or default_steps(workload)
+    lr = default_learning_rate(config, workload.model) if config.lr is None else config.lr
+    warmup = min(200, steps // 10) if config.warmup_steps is None else config.warmup_steps
+    return Schedule(config.lr_schedule, lr, steps, warmup, keys_of(config))
+
+
+def keys_of(config: TrainConfig) -> dict[str, Any]:
+    """Return the keys that lr_schedule has, with its defaults in place of nulls."""
+    defaults = SCHEDULES[config.lr_schedule].keys
+    given = {name: getattr(config, name) for name in defaults}
+    return {key: defaults[key] if value is None else value for key, value in given.items()}
+
+
+def default_steps(workload: Workload) -> int:
+    """Return the default number of steps; on a CPU as many as it does in minutes."""
+    if workload.device == "cuda" or workload.model.vocab_size is None:
+        return MAX_STEPS[workload.device]
+    flops = workload.tokens_per_step * workload.model.flops_per_token(workload.seq_len / 2)
+    return max(3, min(MAX_STEPS["cpu"], int(FLOPS_ON_CPU / flops)))
+
+
+def default_learning_rate(config: TrainConfig, model: GPTConfig) -> float:
+    """Return the default peak rate.
+
+    From random weights near GPT-3's table of sizes; for trained ones as in YaRN (arXiv 2309.00071);
+    ten times that for LoRA: its additions begin at zero (arXiv 2405.09673). Objectives may take a
+    share of it.
+    """
+    share = config.objective.traits.rate
+    if config.lora.rank is not None:
+        return share * 2e-4
+    return share * (2e-5 if config.init is not None else 0.5 / model.channels)
 
 
 def progress(step: int, run: Schedule) -> float:

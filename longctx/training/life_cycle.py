@@ -30,7 +30,6 @@ from longctx.training.context_check import CheckFailed
 from longctx.training.cuda_graphs import CaptureFailed
 from longctx.training.loop import Stops, loop
 from longctx.training.resolve import resolve
-from longctx.training.resume import continue_folder
 from longctx.training.run import Run
 from longctx.training.run_log import RunLog, opening
 from longctx.training.saver import Saver
@@ -49,14 +48,17 @@ def train(request: Request[TrainConfig], processes: Launched) -> int:
     # torchrun and srun decide the number of processes; devices= may be left out
     request = request._replace(config=replace(request.config, devices=processes.ranks))
     if request.config.dry_run:
-        # Rank 0 decides alone, as in a run
-        if number_here() == 0:
-            run = resolve(request, machine)
-            print(*opening(run), *memory.prediction(run, machine), sep="\n")
+        if run := decided(request, machine):
+            print(*opening(run, machine), sep="\n")
         return 0
     parallel = parallel_of(request.config, machine, processes)
     with system.caught() as stop:
         return LifeCycle(parallel, stop).live(request, machine)
+
+
+def decided(request: Request[TrainConfig], machine: Machine) -> Run | None:
+    """Return the run that rank 0 decides for all ranks."""
+    return resolve(request, machine) if number_here() == 0 else None
 
 
 class LifeCycle:
@@ -71,9 +73,14 @@ class LifeCycle:
         """Start, train and report; return the exit code."""
         with ExitStack() as locks:
             try:
-                return self.train(self.start(request, machine, locks), machine)
+                run = self.start(request, machine, locks)
+                return self.train(run, machine)
             except KeyboardInterrupt:
-                self._interrupted()
+                self.parallel.fail(f"stopped by {self.stop.name}", self.stop.code)
+                # An untrained run leaves no folder
+                is_untrained = not self.stop.waits and self.run and self.run.checkpoint is None
+                if self.run and is_untrained and self.parallel.is_first:
+                    shutil.rmtree(self.run.folder, ignore_errors=True)
                 raise
             except BaseException as error:
                 self.parallel.fail(str(error), files.exit_code(error))
@@ -83,23 +90,23 @@ class LifeCycle:
         """Return the run that rank 0 has decided, once all ranks have met and its folder is
         locked.
         """
-        parallel, is_first = self.parallel, self.parallel.is_first
+        parallel, resumed = self.parallel, request.config.resume
         # A resumed run is locked before its newest checkpoint is read
-        if request.config.resume and is_first:
-            locks.enter_context(run_folder.locked(Path(request.config.resume)))
-        self.run = resolve(request, machine) if is_first else None
+        if resumed and parallel.is_first:
+            locks.enter_context(run_folder.locked(Path(resumed)))
+        self.run = decided(request, machine)
         parallel.launch()
         # Every rank opens the data itself
         mine = None if self.run is None else replace(self.run, data=None)
-        decided, *_ = parallel.all_gather_objects(mine)
-        run = self.run = self.run or decided
+        of_rank_0, *_ = parallel.all_gather_objects(mine)
+        run = self.run = self.run or of_rank_0
         assert run is not None
         self.parallel = parallel.with_mesh(run.workload, run.workload.attention, run.folder)
-        if is_first:
+        if parallel.is_first:
             if run.checkpoint is None:
                 locks.enter_context(run_folder.locked(run.folder))
             else:
-                continue_folder(run)
+                run_folder.go_back(run.checkpoint, run.damaged, run.saved, run.kernel_lock)
             # A sweep shows the results of its jobs
             if result := os.environ.get(RESULT_VARIABLE):
                 Path(result).write_text(str(run.folder), encoding="utf-8")
@@ -111,13 +118,12 @@ class LifeCycle:
         problem: str | None = None
         is_refused = False
         log = RunLog(run, parallel)
-        log.open()
+        log.open(machine)
         saver = Saver(run, parallel, log)
         # The Saver's block writes a checkpoint that is under way to its end, also if the loop fails
         try:
             with within_memory(run.workload.device), saver:
                 loop(run, parallel, log, Stops(parallel, self.stop), saver)
-                memory.free(run.workload.device)
                 saver.finish()
             parallel.shut_down()
             has_stopped = self.stop.number is not None and log.steps_done < run.max_steps
@@ -168,11 +174,3 @@ class LifeCycle:
             return f"a process of the run does not answer ({reason}); {go_on(log.run.folder)}"
         worker = lost_worker(error)
         return None if worker is None else f"{worker}; {go_on(log.run.folder)}"
-
-    def _interrupted(self) -> None:
-        """Part from the other processes after a signal; remove the folder of an untrained run."""
-        self.parallel.fail(f"stopped by {self.stop.name}", self.stop.code)
-        run = self.run
-        is_untrained = not self.stop.waits and run is not None and run.checkpoint is None
-        if run is not None and is_untrained and self.parallel.is_first:
-            shutil.rmtree(run.folder, ignore_errors=True)

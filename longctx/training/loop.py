@@ -157,3 +157,4 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stops: Stops, saver: Saver) 
             break
         meter.waits()
     callbacks.each("ended")
+    memory.free(run.workload.device)

@@ -25,7 +25,8 @@ def explain(workload: Workload, steps_done: int, machine: Machine) -> str:
 
 def prediction(run: Run, machine: Machine) -> list[str]:
     """Return lines with the predicted memory and, on a known GPU, the time of a run."""
-    peak, step = predicted_gib(run, has_model=False), run.seconds
+    assert run.plan is not None
+    peak, step = predicted_gib(run, has_model=False), run.plan.time
     is_gpu = run.workload.device == "cuda" and machine.gpu is not None
     total = (machine.gpu.memory if is_gpu and machine.gpu else machine.host_memory) / GIB
     advice = "; too much: give memory=long or a shorter seq_len" if peak > total else ""
@@ -41,8 +42,8 @@ def predicted_gib(run: Run, has_model: bool = True) -> float:
     """Return the predicted peak of a GPU; on a CPU of this process, which copies its checkpoints,
     and has the model already or not.
     """
-    expected = run.memory
-    assert expected is not None, "only `resolve` predicts"
+    assert run.plan is not None, "only `resolve` predicts"
+    expected = run.plan.memory
     if run.workload.device == "cuda":
         return expected.peak / GIB
     # The last checkpoint is written without a copy

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from longctx import files, hub_snapshot, untrusted
+from longctx import hub_snapshot, untrusted
 from longctx.config.train_config import TrainConfig
 from longctx.data import Data, chat
 from longctx.data.tokenizer import check_same_ids
@@ -42,6 +42,7 @@ class Pretrained(NamedTuple):
     model: GPTConfig
     name: str
     source: str
+    folder: Path  # of its tokenizer and its settings
 
 
 def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
@@ -52,7 +53,7 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
     """
     # The branch of a model may move on while the run trains, its commit does not
     init = hub_snapshot.pinned(config.init or "", "init")
-    folder = hub_snapshot.folder(init, "init")
+    folder, from_hub = hub_snapshot.folder(init, "init"), hub_snapshot.model_name(init)
     for key, text in overrides.items():
         is_own = key.startswith("model.") and key not in OPEN_KEYS
         if is_own or key == "data.vocab_size" or (key == "model" and text != "auto"):
@@ -60,24 +61,18 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
                 f"{key}={text}: init={init} brings its own model and tokenizer; leave out one of "
                 f"them. Only {', '.join(OPEN_KEYS)} can be given"
             )
-    from_hub = hub_snapshot.model_name(init)
-    if from_hub is not None:
-        name, source = from_hub.name, f"weights of {init}"
-    else:
-        # A checkpoint is in the folder `checkpoints` of its run
-        path = folder.parent.parent if folder.suffix == ".ckpt" else folder
-        name, source = path.name.lstrip(".-") or "model", f"weights of {config.init}"
-        init = str(folder)
-    is_given = "model.vocab_size" in overrides
-    vocab_size = config.model.vocab_size if is_given else None
+    # A checkpoint is in the folder `checkpoints` of its run
+    named = folder.parent.parent if folder.suffix == ".ckpt" else folder
+    name = named.name.lstrip(".-") or "model" if from_hub is None else from_hub.name
+    source = f"weights of {config.init if from_hub is None else init}"
+    vocab_size = config.model.vocab_size if "model.vocab_size" in overrides else None
     if run_folder.is_run(folder):
         weights_reader().asked_of(config, Path(init))
         file, model = read_run(init, folder, vocab_size)
-        init = str(file)
-        tokenizer = file.resolve().parent.parent
+        init, home = str(file), file.resolve().parent.parent
     else:
         model = read_hugging_face(init, folder, vocab_size, config)
-        tokenizer = folder
+        init, home = str(folder) if from_hub is None else init, folder
         settings = untrusted.read_settings(folder / "config.json")
         if dropout := [f"{name}={settings[name]}" for name in DROPOUTS if settings.get(name)]:
             source += f", without its {', '.join(dropout)}"
@@ -85,12 +80,12 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
     if BALANCE in overrides:
         experts = replace(model.experts, balance=config.model.experts.balance)
         model = replace(model, experts=experts)
-    source += model.remark
     given = config.data.tokenizer
     if given is not None and not config.data.replace_tokenizer:
-        check_same_ids(given, tokenizer)
-    data = replace(config.data, tokenizer=given or str(tokenizer))
-    return Pretrained(replace(config, init=init, data=data), model, name, source)
+        check_same_ids(given, home)
+    data = replace(config.data, tokenizer=given or str(home))
+    config = replace(config, init=init, data=data)
+    return Pretrained(config, model, name, source + model.remark, home)
 
 
 def read_hugging_face(
@@ -136,28 +131,27 @@ def copy_into(model: GPT, name: str) -> None:
         copy_weights(model, init, checkpoints.read(init), sharding.write_rows_of)
 
 
-def keep_for_export(config: TrainConfig, data: Data, folder: Path) -> None:
-    """Copy the chat template, its tokens, and the generation settings of init= into the folder of a
-    run that began with weights or reads conversations.
+def texts_for_export(data: Data, weights: Path | None) -> dict[str, str]:
+    """Return name → text of the files that a run keeps next to its metrics: the tokenizer, and if
+    it began with `weights` (their folder) or reads conversations, the chat template, its tokens and
+    the generation settings.
     """
-    source = Path(config.data.tokenizer or "").expanduser()
+    texts = data.tokenizer.texts()
+    source = Path(data.config.tokenizer or "").expanduser()
     source = source if source.is_dir() else source.parent
-    init = hub_snapshot.folder(config.init, "init") if config.init is not None else None
-    # A checkpoint is in the folder `checkpoints` of its run
-    own = init.parent.parent if init is not None and init.suffix == ".ckpt" else init
-    is_of_init = own is not None and not config.data.replace_tokenizer
-    if not is_of_init and not any(part.config.chat for part in data.parts.values()):
-        return
+    own = None if data.config.replace_tokenizer else weights
+    if own is None and not any(part.config.chat for part in data.parts.values()):
+        return texts
     settings = untrusted.read_settings(source / "tokenizer_config.json")
     template = chat.template_in(settings)
     if template is not None:
-        files.write_text(folder / "chat_template.jinja", template)
+        texts["chat_template.jinja"] = template
     # A tokenizer in a folder of its own has no stop tokens there
-    for name in KEPT_FILES[1:] if is_of_init else KEPT_FILES[1:2]:
+    for name in KEPT_FILES[1:] if own is not None else KEPT_FILES[1:2]:
         is_template = name == "chat_template.jinja"
         there = source if is_template or own is None or os.path.lexists(source / name) else own
         if os.path.lexists(there / name):
-            untrusted.copy_file(there / name, folder / name, untrusted.SETTINGS_SIZE, within=there)
+            texts[name] = untrusted.read_text(there / name, within=there)
     named = {name: token for name, token in chat.tokens_in(settings).items() if token}
-    written = named | untrusted.read_settings(folder / "tokenizer_config.json")
-    files.write_text(folder / "tokenizer_config.json", json.dumps(written, indent=2) + "\n")
+    written = named | json.loads(texts["tokenizer_config.json"])
+    return texts | {"tokenizer_config.json": json.dumps(written, indent=2) + "\n"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,9 @@ from longctx.config.asked import workload_of
 from longctx.config.fields import build
 from longctx.config.train_config import TrainConfig
 from longctx.data import Data
-from longctx.planner import Memory, Seconds
-from longctx.runs import run_folder
+from longctx.planner import Plan
 from longctx.spec.step import Workload
-from longctx.training import kernel_lock
-from longctx.training.schedule import Schedule, schedule_of
+from longctx.training.learning_rate import Schedule, keys_of, schedule_of
 
 TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}
 
@@ -41,9 +40,8 @@ class Run:
     kernel_lock: dict[str, Any] | None = None
     lock_note: str = ""  # about kernels that changed
     rate_note: str = ""  # about a resumed run's learning rate, if it jumps
-    layout_note: str = ""  # about a layout that was chosen here
-    memory: Memory | None = None  # predicted
-    seconds: Seconds | None = None  # predicted, of a step
+    saved: dict[str, Any] = field(default_factory=dict)  # `settings`, as in config.yaml
+    plan: Plan | None = None  # what was predicted of a step, and why its layout was chosen
     data: Data | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -51,7 +49,7 @@ class Run:
         """Return the rates of the steps."""
         config = self.config
         return Schedule(
-            config.lr_schedule, self.lr, self.max_steps, self.warmup_steps, config.schedule_keys()
+            config.lr_schedule, self.lr, self.max_steps, self.warmup_steps, keys_of(config)
         )
 
     @property
@@ -68,7 +66,9 @@ class Run:
 
     def settings(self) -> dict[str, Any]:
         """Return every key of the configuration as decided, for config.yaml."""
-        workload = self.workload
+        workload, context = self.workload, self.config.context
+        # Without sharing, the method stays open
+        method = workload.context_method if workload.context > 1 else context.method
         decided = {
             "seq_len": workload.seq_len,
             "batch_size": workload.batch_size,
@@ -84,27 +84,17 @@ class Run:
             "devices": workload.devices,
             # "none" is no word of the command line: one device shares nothing
             "strategy": {"name": "auto" if workload.strategy == "none" else workload.strategy},
-            "context": self.context(),
+            "context": asdict(replace(context, degree=workload.context, method=method)),
             "model": asdict(workload.model),
             "memory": asdict(workload.memory),
             "optimizer": asdict(workload.optimizer),
             "name": self.folder.name or self.config.name,
         }
-        decided |= self.config.schedule_keys()
+        decided |= keys_of(self.config)
         if self.config.kernel.lock == "record":  # new kernels are accepted once, not for ever
             decided["kernel"] = {"lock": "auto"}
-        return run_folder.plain(self.config) | run_folder.plain(decided)
-
-    def write(self) -> None:
-        """Write config.yaml and kernel.lock.json into the folder."""
-        kernel_lock.write(self.folder, self.kernel_lock)
-        run_folder.write_config(self.folder, self.settings() | {"resume": None})
-
-    def context(self) -> dict[str, Any]:
-        """Return the keys of context= as decided; without sharing, the method stays open."""
-        workload = self.workload
-        method = workload.context_method if workload.context > 1 else self.config.context.method
-        return asdict(replace(self.config.context, degree=workload.context, method=method))
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self.config) | decided))
+        return plain
 
 
 def scheduled(config: TrainConfig, workload: Workload) -> Run:

@@ -19,9 +19,10 @@ from longctx.runs import metrics, metrics_file
 from longctx.runs.metrics import SAMPLE, Metric, Record, Shown, figures, is_step
 from longctx.runs.run_folder import checkpoints
 from longctx.runs.tracking import Tracker
+from longctx.spec.hardware import Machine
 from longctx.spec.step import Workload
 from longctx.tables import count_of
-from longctx.training.memory import predicted_gib
+from longctx.training.memory import predicted_gib, prediction
 from longctx.training.run import Run
 
 
@@ -52,12 +53,11 @@ class RunLog:
             keys = (config.wandb, config.tracker, config.plugins or ())
             self.tracker = Tracker(run.folder, *keys)
 
-    def open(self) -> None:
+    def open(self, machine: Machine) -> None:
         """Print the first lines of the run."""
         if self.tracker is not None:
-            for line in [*opening(self.run), self.tracker.opening()]:
-                if line:
-                    self.say(line)
+            for line in [*opening(self.run, machine), *self.tracker.opening]:
+                self.say(line)
 
     def say(self, text: str) -> None:
         """Print a line, above the bar if there is one.
@@ -116,8 +116,7 @@ class RunLog:
         """Close bar, file and copies."""
         self.bar.stop()
         if self.tracker is not None:
-            self.tracker.finish(code)
-            self._report_copies(self.tracker)
+            self._report(self.tracker.finish(code))
 
     def summary(self, code: int, stopped_by: str | None) -> None:
         """Print the results and the next commands."""
@@ -142,11 +141,11 @@ class RunLog:
     def _write(self, row: dict[str, Any]) -> None:
         if self.tracker is not None:
             self.tracker.log(row)
-            self._report_copies(self.tracker)
+            self._report(self.tracker.problem())
 
-    def _report_copies(self, tracker: Tracker) -> None:
+    def _report(self, problem: str | None) -> None:
         """Print, once, that a copy has failed."""
-        if problem := tracker.problem():
+        if problem:
             self.say(problem)
 
 
@@ -225,8 +224,10 @@ def run_metadata(run: Run) -> dict[str, Any]:
     }
 
 
-def opening(run: Run) -> list[str]:
-    """Return the lines that a run begins with: one for each decision, and warnings."""
+def opening(run: Run, machine: Machine) -> list[str]:
+    """Return the lines that a run begins with: one for each decision, and warnings. A dry run's end
+    with what is predicted of it on `machine`.
+    """
     workload, config, data = run.workload, run.config, run.data
     assert data is not None
     counts, memory = data.summary(), workload.memory
@@ -288,11 +289,12 @@ def opening(run: Run) -> list[str]:
         ),
         "graphs": explains and f"off: {explains}",
         "lr": run.rate_note,
-        "layout": run.layout_note,
+        "layout": run.plan.note if run.plan else "",
         "kernels": run.lock_note,
     }
     shown = [f"{name:<10} {text}" for name, text in lines.items() if text]
-    return shown + [f"warning: {text}" for text in warnings(run, counts)]
+    shown += [f"warning: {text}" for text in warnings(run, counts)]
+    return [*shown, *prediction(run, machine)] if config.dry_run else shown
 
 
 def listed(*parts: object) -> str:

@@ -7,9 +7,8 @@ checkpoint. One checkpoint is written at a time, and a failure is raised at the 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -25,8 +24,6 @@ from longctx.spec.hardware import GIB
 from longctx.training.run import Run
 from longctx.training.run_log import RunLog
 from longctx.training.train_step import TrainState
-
-OTHERS = 10.0  # seconds that rank 0 of a run that fails waits for the files of other ranks
 
 
 class Saver:
@@ -47,7 +44,6 @@ class Saver:
         self.step = 0  # of the newest checkpoint
         self.is_under_way = False  # on all ranks, until `finish`
         self.saving: Saving | None = None  # this rank's share of it, until it is logged
-        self.completed: Future[None] | None = None  # the folder, on rank 0
         self.warning: str | None = None  # the last one that was logged
 
     def __enter__(self) -> Saver:
@@ -55,21 +51,13 @@ class Saver:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
         self.thread.shutdown(wait=False)
-        saving = self.saving
-        if kind is None or saving is None or issubclass(kind, KeyboardInterrupt):
+        if kind is None or self.saving is None or issubclass(kind, KeyboardInterrupt):
             return
+        partial = self.saving.give_up_soon()
         try:
-            saving.written.result()
-            if not self.parallel.is_first:
-                return
-            deadline = time.monotonic() + OTHERS
-            while self.completed is None and not saving.is_written():
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(0.1)
-            self._complete(saving)
+            self._written(self.saving)
         except OSError as problem:
-            files.remove(saving.partial)  # the disk may be full
+            files.remove(partial)  # the disk may be full
             if str(problem) != str(error):  # else the command ends with it
                 self.log.say(str(problem))
 
@@ -100,40 +88,28 @@ class Saver:
             self.finish()
 
     def check(self) -> None:
-        """Complete the checkpoint under way when all ranks have written, and log it; OSError if it
-        cannot be.
-        """
-        saving = self.saving
-        if saving is None or not saving.written.done():
-            return
-        saving.written.result()
-        if self.parallel.is_first and self.completed is None and saving.is_written():
-            self.completed = self.thread.submit(saving.complete)
-        if self.completed is not None and self.completed.done():
-            self._complete(saving)
+        """Log the checkpoint under way if it is written; OSError if it cannot be."""
+        if self.saving is not None and self.saving.written.done():
+            self._written(self.saving)
 
     def finish(self) -> None:
         """Wait until the checkpoint under way is on disk; all ranks call it. OSError if it cannot
         be written.
         """
-        if not self.is_under_way:
-            return
-        if self.saving is not None:
-            self.saving.written.result()
-        self.parallel.barrier()
-        if self.saving is not None and self.parallel.is_first:
-            self._complete(self.saving)
-        self.parallel.barrier()
-        self.is_under_way, self.saving = False, None
+        if self.is_under_way:
+            if self.saving is not None:
+                self._written(self.saving)
+            self.parallel.barrier()
+            self.is_under_way = False
 
-    def _complete(self, saving: Saving) -> None:
-        """Wait until the folder of `saving` is whole, on rank 0, and log it."""
-        if self.completed is None:
-            saving.complete()
-        else:
-            self.completed.result()
-        self.saving = self.completed = None
-        self.log.saved(self.step, saving.bytes, saving.seconds)
+    def _written(self, saving: Saving) -> None:
+        """Wait until the files of this rank are written, and on rank 0 the folder is whole, which
+        it logs.
+        """
+        saving.written.result()
+        self.saving = None
+        if saving.bytes:
+            self.log.saved(self.step, saving.bytes, saving.seconds)
         if saving.warning not in (None, self.warning):
             self.log.say(f"warning: {saving.warning}")
             self.warning = saving.warning
@@ -141,7 +117,7 @@ class Saver:
     def _saving(self, content: dict[str, object], best_step: int) -> Saving:
         run, state, optimizer = self.run, self.state, self.state.optimizer
         about = {
-            "config": run_folder.plain(run.settings()),
+            "config": run.settings(),
             "data": self.fingerprint,
             "world_size": self.parallel.ranks,
             "kernel_lock": run.kernel_lock,

@@ -11,6 +11,7 @@ from longctx.config.asked import workload_of
 from longctx.config.train_config import TrainConfig
 from longctx.runs import run_folder
 from longctx.training.run import Run, scheduled
+from tests.written import write_config
 
 
 def config_of(*words: str) -> TrainConfig:
@@ -75,7 +76,7 @@ def test_the_command_line_wins_over_a_file(tmp_path):
 )
 def test_a_run_is_read_back_as_it_was(words, tmp_path):
     config = cli.compose("train", words).config
-    run_folder.write_config(tmp_path, run_folder.plain(config) | {"name": "there"})
+    write_config(tmp_path, run_folder.plain(config) | {"name": "there"})
     assert config_of(str(tmp_path / "config.yaml")) == config
     resumed = saved_in(tmp_path / "config.yaml")
     assert (resumed.name, resumed.data, resumed.model) == ("there", config.data, config.model)
@@ -139,14 +140,14 @@ def test_a_wrong_file_is_one_line(content, message, tmp_path, refused):
 def test_a_saved_run_changes_by_overrides_alone(tmp_path):
     words = ("lr=3e-5", "wandb.tags=[a,b]", "attention.options.kernel=portable", "max_steps=7")
     saved = run_of(config_of("model=tiny", *words, "data.tokenizer=a")).settings()
-    run_folder.write_config(tmp_path, saved)
+    write_config(tmp_path, saved)
     file = tmp_path / "config.yaml"
     assert run_of(saved_in(file)).settings() == saved
     assert run_of(saved_in(file, "max_tokens=40960000")).max_steps == 10000
     changed = saved_in(file, "max_steps=9", "strategy=fsdp")
     found = (changed.data.tokenizer, changed.max_steps, changed.strategy.name)
     assert found == ("a", 9, "fsdp")
-    run_folder.write_config(tmp_path, saved | {"memory": {"policy": "long", "offload": 0.5}})
+    write_config(tmp_path, saved | {"memory": {"policy": "long", "offload": 0.5}})
     memory = saved_in(file, "memory=fast").memory
     assert (memory.policy, memory.offload) == ("fast", None)
     assert saved_in(file, "max_tokens=null").max_steps == 7

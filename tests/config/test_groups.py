@@ -76,10 +76,10 @@ def test_a_context_degree_divides_the_devices(value):
 
 def test_auto_offers_what_is_possible_and_a_choice_itself():
     auto, ulysses = ContextConfig(degree="auto"), ContextConfig(degree=4, method="ulysses")
-    choices = [(x.degree, x.method) for x in auto.each(4, heads=6, takes_intervals=True)]
+    choices = [(x.degree, x.method) for x in auto.layouts(4, heads=6, takes_intervals=True)]
     assert choices == [(1, "auto"), (2, "ulysses"), (2, "allgather"), (4, "allgather")]
     # refused by name later, not replaced
-    assert ulysses.each(4, heads=6, takes_intervals=True) == [ulysses]
+    assert ulysses.layouts(4, heads=6, takes_intervals=True) == [ulysses]
 
 
 def test_a_changed_policy_is_not_called_by_its_name_alone():

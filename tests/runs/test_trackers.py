@@ -44,8 +44,8 @@ def train(folder: Path, *names: str, **about: Any) -> str | None:
         tracker.start_copies(FACTS)
         for row in rows[1:]:
             tracker.log(row)
-        tracker.finish(0)
-    return tracker.problem()
+        problem = tracker.finish(0)
+    return problem
 
 
 def curve(key: str) -> Any:
@@ -140,7 +140,7 @@ def test_a_tracker_that_fails_stops_no_other(folder, own):
     lines = (folder / "own.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines][:4] == ROWS[:4] and len(lines) == 5
     assert metrics_file.read(folder) == [*LEGS[0], *LEGS[1]]
-    opening = str(Tracker(folder, WandbConfig(mode="disabled"), ["wandb", "own"]).opening())
+    (opening,) = Tracker(folder, WandbConfig(mode="disabled"), ["wandb", "own"]).opening
     assert opening == "own        own.jsonl"
 
 
@@ -156,9 +156,9 @@ def test_trackers_that_hang_share_the_time_of_an_end(folder, own, monkeypatch):
     tracker.start_copies(FACTS)
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "wait", noted)
-        tracker.finish(0)
+        problem = tracker.finish(0)
     assert len(limits) == 2 and sum(limits) < 1.5
-    assert f"not there later: sync {folder}" in str(tracker.problem())
+    assert f"not there later: sync {folder}" in str(problem)
     for copy in tracker._copies:
         assert copy.process is not None
         copy.process.kill()

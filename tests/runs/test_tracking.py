@@ -92,8 +92,7 @@ def test_a_killed_process_is_one_line(tmp_path):
     for row in ROWS:
         tracker.log(row)
     assert "wandb is off" in str(tracker.problem()) and tracker.problem() is None
-    tracker.finish(0)
-    assert tracker.problem() is None and metrics_file.read(tmp_path) == ROWS
+    assert tracker.finish(0) is None and metrics_file.read(tmp_path) == ROWS
 
 
 def send_to_all(processes: Iterable[int], number: int) -> None:
@@ -111,8 +110,7 @@ def test_a_core_that_hangs_delays_no_end(tmp_path, monkeypatch):
     send_to_all(cores, signal.SIGSTOP)
     for row in ROWS:
         tracker.log(row)
-    tracker.finish(0)
-    assert "wandb sync" in str(tracker.problem()) and tracker.problem() is None
+    assert "wandb sync" in str(tracker.finish(0)) and tracker.problem() is None
     assert metrics_file.read(tmp_path) == ROWS
     send_to_all(cores, signal.SIGCONT)
     assert whole_copy(tmp_path) == ROWS
@@ -135,8 +133,7 @@ def test_silent_servers_delay_no_end(tmp_path, monkeypatch):
             tracker.start_copies({})
             for row in ROWS:
                 tracker.log(row)
-            tracker.finish(0)
-            assert "wandb sync" in str(tracker.problem())
+            assert "wandb sync" in str(tracker.finish(0))
             assert metrics_file.read(folder) == ROWS
         for folder in tmp_path.iterdir():
             assert whole_copy(folder) == ROWS
@@ -148,8 +145,7 @@ def test_a_copy_that_cannot_start_ends_alone(tmp_path, monkeypatch):
     tracker.start_copies({})
     assert "wandb is off" in str(tracker.problem())
     tracker.log(ROWS[0])
-    tracker.finish(0)
-    assert tracker.problem() is None
+    assert tracker.finish(0) is None
     assert metrics_file.read(tmp_path) == ROWS[:1]
 
 
@@ -164,7 +160,7 @@ def test_a_full_disk_names_the_file(tmp_path):
 def opening(folder: Path, **config: Any) -> str:
     tracker = Tracker(folder, WandbConfig(**config))
     tracker.finish(0)
-    return str(tracker.opening())
+    return "\n".join(tracker.opening)
 
 
 def test_the_start_prints_the_target(tmp_path, monkeypatch):
@@ -175,7 +171,7 @@ def test_the_start_prints_the_target(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_ENTITY", "mine")
     with_key = opening(tmp_path)
     assert "mine/longctx" in with_key and "no API key" not in with_key
-    assert opening(tmp_path, mode="disabled") == "None"
+    assert opening(tmp_path, mode="disabled") == ""
 
 
 def validation(step: int) -> dict[str, float]:

@@ -58,7 +58,7 @@ def test_a_loss_that_is_nan_ends_the_run_with_advice(overrides, tmp_path, capsys
 
 def test_weights_that_are_no_numbers_are_not_saved(overrides, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
-        "longctx.training.schedule.Schedule.rate",
+        "longctx.training.learning_rate.Schedule.rate",
         lambda schedule, step: float("nan") if step else 0.1,
     )
     every = {"log_every": 30, "val_every": 30, "checkpoint_every": 3}

@@ -15,6 +15,11 @@ def config(**changes: object):
     return sample_run(TrainConfig(**changes))
 
 
+def check(**changes: object) -> None:
+    run = config(**changes)
+    run.schedule.check(run.config)
+
+
 def as_in_transformers(step: int) -> float:
     """Return the share of a step after a warm-up of ten; theirs are counted from the one before."""
     optimizer = optim.SGD(nn.Linear(1, 1).parameters(), lr=0.5)
@@ -60,8 +65,14 @@ def test_the_shortest_runs_have_a_rate(count, name):
 def test_a_decay_within_the_run_and_after_its_warm_up(start):
     keys = {"lr_schedule": "wsd", "max_steps": 20, "warmup_steps": 5}
     with pytest.raises(ValueError, match=f"lr_decay_from={start}: the rate is at its peak from"):
-        config(lr_decay_from=start, **keys).schedule.check()
-    config(lr_decay_from=5, **keys).schedule.check()
+        check(lr_decay_from=start, **keys)
+    check(lr_decay_from=5, **keys)
+
+
+def test_a_warm_up_of_a_new_run_ends_within_it():
+    with pytest.raises(ValueError, match="warmup_steps=100: the run has 10 steps"):
+        check(warmup_steps=100, max_steps=10)
+    check(warmup_steps=100, max_steps=10, resume="runs/longer")
 
 
 def test_a_decay_begins_at_a_checkpoint_of_the_stable_part(overrides, tmp_path, refused, capsys):

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,9 +22,12 @@ from longctx.runs import run_folder
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB, Machine
 from longctx.spec.step import Workload
-from longctx.training import resolve, resume
+from longctx.training import resolve
+from longctx.training.asked_step import step_of, with_steps_of_run
 from longctx.training.dry_run import MULTIPLE, OUT_OF_MEMORY, DryRun, longest_of, longest_probed
-from longctx.training.run import Run
+from longctx.training.model_choice import Choice
+from longctx.training.run import Run, scheduled
+from tests.written import write_config
 
 H200 = Machine(1, hardware.chip("NVIDIA H200", 139.8 * GIB), 128 * GIB)
 OLD = Machine(1, replace(hardware.chip("NVIDIA H200"), bf16=False, fp8=False), 128 * GIB)
@@ -39,8 +41,8 @@ def planned(
     """Return the step that is planned on a machine, with a tokenizer of so many tokens."""
     say = [].append if lines is None else lines.append
     device = "cpu" if machine.gpu is None else "cuda"
-    choice = resolve.Choice(config, device, config.model, config.data, "", "")
-    step = resolve.step_of(choice, tokens, (), say)
+    choice = Choice(config, device, config.model, config.data)
+    step = step_of(choice, tokens, (), say)
     find_longest = partial(longest_of, config, machine, say)
     return planner.plan(step, machine, say, find_longest).step
 
@@ -49,7 +51,7 @@ def test_micro_batches_stay_on_another_gpu(tmp_path):
     request = cli.compose("train", ["model=124m", "model.vocab_size=50304"]).config
     begun = planned(request, H200)
     assert (begun.batch_size, begun.accumulate, begun.memory.policy) == (16, 1, "fast")
-    run_folder.write_config(tmp_path, resolve.scheduled(request, begun).settings())
+    write_config(tmp_path, scheduled(request, begun).settings())
     again = parse.from_file(tmp_path / "config.yaml", {"max_steps": 900}).config
     resumed = planned(again, L4)
     assert (resumed.batch_size, resumed.accumulate, resumed.memory) == (16, 1, begun.memory)
@@ -222,7 +224,7 @@ def test_context_auto_is_decided_once_and_written_down(tmp_path, corpus):
     words = ["context.degree=auto", "seq_len=4194304", "memory=balanced", "batch_size=1"]
     run = decided_on_eight(tmp_path, corpus, *words)
     assert (run.workload.strategy, run.workload.context) == ("fsdp", 8)
-    assert "context=8" in run.layout_note
+    assert run.plan is not None and "context=8" in run.plan.note
     saved = run_folder.read_config(run.folder)
     assert saved["context.degree"] == 8
     assert saved["context.method"] == run.workload.context_method
@@ -249,13 +251,13 @@ def test_longest_rows_of_several_gpus_are_predicted(tmp_path, corpus):
 def test_a_resumed_run_keeps_its_degree_unless_asked(tmp_path):
     begun = cli.compose("train", ["devices=8", "context.degree=4", "batch_size=1"]).config
     work = workload_of(begun, "cpu", 4096)
-    run_folder.write_config(tmp_path, resolve.scheduled(begun, work).settings())
+    write_config(tmp_path, scheduled(begun, work).settings())
 
     def layouts_of(*overrides: str) -> list[tuple[int, int]]:
         given = parse.given_values(TrainConfig, ["max_steps=900", *overrides])
         config = parse.from_file(tmp_path / "config.yaml", given).config
         config.resume = str(tmp_path)
-        each = resume.with_steps_of_run(divisions(config, config.model), config, given)
+        each = with_steps_of_run(divisions(config, config.model), config, given)
         return [(one.context, one.batch_size * one.accumulate) for one in each]
 
     assert layouts_of() == [(4, 1)]
@@ -302,11 +304,12 @@ def test_what_may_run_is_not_refused(overrides, machine):
 
 
 def test_a_run_that_cannot_begin_leaves_no_folder(overrides, tmp_path, monkeypatch, refused):
-    def refuse(config: TrainConfig, data: Any, folder: Path) -> None:
-        raise ValueError(f"init={folder}: not a chat template")
+    def refuse(path: Path, text: str) -> None:
+        assert path.parent.parent == tmp_path / "runs"
+        raise OSError(f"{path}: no room")
 
-    monkeypatch.setattr("longctx.training.pretrained.keep_for_export", refuse)
-    refused(train.main(overrides()), "error: init=")
+    monkeypatch.setattr("longctx.runs.run_folder.files.write_text", refuse)
+    refused(train.main(overrides()), "no room")
     assert not list((tmp_path / "runs").iterdir())
 
 

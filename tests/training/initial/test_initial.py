@@ -20,8 +20,8 @@ from longctx.config.train_config import TrainConfig
 from longctx.data.chat import Template
 from longctx.runs import metrics_file, run_folder
 from longctx.spec.model_config import LoraConfig
+from longctx.training.learning_rate import default_learning_rate
 from longctx.training.run import scheduled
-from longctx.training.schedule import default_learning_rate
 from tests.data.chat_templates import INST, SPACE, write, write_tokenizer
 from tests.training.sample_run import check_equal_weights, check_resumes_exactly, steps
 from tests.written import to_hub_cache

@@ -1,0 +1,79 @@
+"""The step that the keys of a run ask for, and what they leave to the planner.
+
+A resumed run continues with its sequences per step on other devices, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from longctx.attention.description import AUTO, AttentionConfig
+from longctx.config import presets
+from longctx.config.asked import open_step, with_vocabulary
+from longctx.config.train_config import TrainConfig
+from longctx.parallel.devices import able_backends, check_attention
+from longctx.parallel.launch import launched
+from longctx.runs import run_folder
+from longctx.spec.step import Division, Workload
+from longctx.training.model_choice import Choice
+
+
+def step_of(
+    choice: Choice, tokens: int, overrides: Collection[str], say: Callable[[str], None]
+) -> Workload:
+    """Return the step that is asked for, with the choices that it leaves to the planner, for a
+    tokenizer of so many `tokens`.
+    """
+    config, model, device = choice.config, choice.model, choice.device
+    is_open = config.attention.backend == AUTO
+    able = able_backends(config, model, device) if is_open or device == "cuda" else []
+    if not is_open:
+        check_attention(config, model, device)
+    step = with_vocabulary(open_step(config, device, choice.seq_len, model), tokens)
+    possible = step.divisions
+    if config.resume:
+        possible = with_steps_of_run(possible, config, overrides)
+    step = replace(
+        step.divided(step.divisions[0], step.seq_len),
+        machines=launched(config).nodes,
+        divisions=possible,
+        backends=tuple(AttentionConfig(**presets.read("attention", name)) for name in able),
+        merges=config.batch_size is None and config.accumulate is None,
+        is_longest=config.seq_len == "max",
+    )
+    return replace(step, measured=model.measured(step, say))
+
+
+def with_steps_of_run(
+    each: Sequence[Division], config: TrainConfig, overrides: Collection[str]
+) -> tuple[Division, ...]:
+    """Return the divisions that keep the sequences per step of a resumed run, on the devices of
+    this request. `batch_size` and `accumulate` are fixed if `overrides` names them. ValueError if
+    there is no such division.
+    """
+    path = Path(config.resume or "")
+    saved = run_folder.read_config(path, needed=("devices", "batch_size", "accumulate"))
+    rows = run_folder.rows_per_step(saved)
+    possible: list[Division] = []
+    for division in each:
+        groups = config.devices // division.context
+        batch_size = config.batch_size if "batch_size" in overrides else None
+        accumulate = config.accumulate if "accumulate" in overrides else None
+        # No larger micro-batch than the run's own, which is known to fit
+        if batch_size is None and accumulate is None:
+            batch_size = math.gcd(saved["batch_size"], rows // groups)
+        batch_size = batch_size or rows // groups // (accumulate or 1)
+        accumulate = accumulate or rows // groups // batch_size
+        if batch_size * accumulate * groups == rows:
+            possible += [division._replace(batch_size=batch_size, accumulate=accumulate)]
+    if not possible:
+        names = ["devices", *(name for name in ("batch_size", "accumulate") if name in overrides)]
+        asked = " ".join(f"{name}={getattr(config, name)}" for name in names)
+        raise ValueError(
+            f"{asked}: a step of the run has {rows} sequences, which cannot be divided so; give "
+            f"numbers with groups of devices × batch_size × accumulate = {rows}"
+        )
+    return tuple(possible)
