@@ -1,11 +1,9 @@
 """torch.compile's cache on disk: a run traces no backward that an earlier run has compiled.
 
-torch 2.11 to 2.13 leave out of it what they do not know to be pure: autograd Functions
-(pytorch#149751 verified them and left the switch off) and autocast, whose arguments stand in the
-graph (pytorch#191106). All our layers have them.
+torch 2.11 to 2.13 leave out of it autograd Functions (pytorch#149751 verified them and left the
+switch off) and autocast (pytorch#191106). All our layers have them. Shapes and backwards of our
+operators are no part of torch's key (pytorch#144344), so a hash of our sources is.
 """
-
-from __future__ import annotations
 
 import functools
 import hashlib
@@ -14,17 +12,12 @@ from pathlib import Path
 from longctx import system
 from longctx.attention import registered
 
-FOLDERS = ("attention", "kernels", "model")
 AUTOCAST = ("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast")
 
 
 @functools.cache
 def use() -> None:
-    """Save compiled code of this process to disk, and load that of earlier processes.
-
-    Shapes, backwards and other rules of our operators are no part of torch's key (pytorch#144344),
-    so a hash of our sources is.
-    """
+    """Save compiled code of this process to disk, and load that of earlier processes."""
     with system.no_garbage():  # importing the compiler takes 1.4 s, or 1.7
         import torch._functorch.config
         import torch._inductor.compile_fx
@@ -37,9 +30,7 @@ def use() -> None:
 
 def traced() -> str:
     """Return a hash of the files that torch.compile traces: ours, and backends of plugins."""
-    digest, package = hashlib.sha256(), Path(__file__).parents[1]
-    files = {path for name in FOLDERS for path in (package / name).rglob("*.py")}
+    folders = [Path(__file__).parents[1] / name for name in ("attention", "kernels", "model")]
+    files = {path for folder in folders for path in folder.rglob("*.py")}
     files |= {path for backend in registered().values() if (path := backend.source())}
-    for path in sorted(files):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:32]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()[:32]

@@ -18,7 +18,7 @@ from longctx.parallel.devices import able_backends, check_attention
 from longctx.parallel.launch import launched
 from longctx.runs import run_folder
 from longctx.spec.step import Division, Workload
-from longctx.training.model_choice import Choice
+from longctx.training.pretrained import Choice
 
 
 def step_of(

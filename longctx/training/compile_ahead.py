@@ -3,8 +3,6 @@
 Nothing fails here: the run compiles the same again and reports the error.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait

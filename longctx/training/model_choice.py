@@ -2,47 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 from longctx.config import presets
-from longctx.config.data_config import DataConfig
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.data.sources.registry import pinned
 from longctx.model import packed
-from longctx.model.context_extension import extended
-from longctx.spec.model_config import GPTConfig
 from longctx.spec.step import precision_of
-from longctx.training import pretrained
 from longctx.training.batches import data_config
-
-SOME_LENGTH = 4096  # tokens of seq_len=max, for choices that are made before the length is known
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The model of a run, and its keys as the model decides them."""
-
-    config: TrainConfig
-    device: str
-    model: GPTConfig
-    data: DataConfig  # with the tokenizer that the run reads
-    name: str = ""  # for the name of the folder
-    source: str = ""  # such as "tiny (model=auto)" or "weights of FOLDER"
-    weights: Path | None = None  # the folder of trained weights, with settings for exports
-
-    @property
-    def seq_len(self) -> int:
-        """Return the tokens per sequence, or SOME_LENGTH for seq_len=max."""
-        return SOME_LENGTH if self.config.seq_len == "max" else int(self.config.seq_len)
-
-    def stretched(self, seq_len: int) -> Choice:
-        """Return the choice with positions of trained weights stretched to `seq_len` by rope=."""
-        if self.weights is None:
-            return self
-        model, rope = extended(self.model, self.config.rope, seq_len)
-        return replace(self, model=model, source=self.source + (f", rope {rope}" if rope else ""))
+from longctx.training.pretrained import Choice, model_of
 
 
 def choose_model(request: Request[TrainConfig], device: str) -> Choice:
@@ -60,8 +29,7 @@ def choose_model(request: Request[TrainConfig], device: str) -> Choice:
         if config.seq_len == "max":
             config = replace(config, batch_size=config.batch_size or 1)
         if config.init is not None:
-            weights = pretrained.model_of(config, overrides)
-            choice = Choice(weights[0], device, weights.model, weights[0].data, *weights[2:])
+            choice = model_of(config, device, overrides)
         else:
             decided = presets.with_model(request, gpu=device == "cuda")
             name = decided.choices.get("model", "")

@@ -10,21 +10,23 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from longctx import hub_snapshot, untrusted
+from longctx.config.data_config import DataConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data import Data, chat
 from longctx.data.tokenizer import check_same_ids
 from longctx.model import GPT
+from longctx.model.context_extension import extended
 from longctx.model.saved_weights import copy_weights
 from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
 from longctx.spec.model_config import GPTConfig, weights_reader
 from longctx.untrusted import opened
 
+SOME_LENGTH = 4096  # tokens of seq_len=max, for choices that are made before the length is known
 BALANCE = "model.experts.balance"
 OPEN_KEYS = ("model.vocab_size", BALANCE)  # the weights leave them open
 DROPOUTS = (
@@ -35,17 +37,32 @@ DROPOUTS = (
 KEPT_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
-class Pretrained(NamedTuple):
-    """A run's model of init=, and its names: for the run's folder, and for the first lines."""
+@dataclass(frozen=True)
+class Choice:
+    """The model of a run, and its keys as the model decides them."""
 
-    config: TrainConfig  # with its tokenizer, if none is given, and the commit of the Hub
+    config: TrainConfig
+    device: str
     model: GPTConfig
-    name: str
-    source: str
-    folder: Path  # of its tokenizer and its settings
+    data: DataConfig  # with the tokenizer that the run reads
+    name: str = ""  # for the name of the folder
+    source: str = ""  # such as "tiny (model=auto)" or "weights of FOLDER"
+    weights: Path | None = None  # the folder of trained weights, with settings for exports
+
+    @property
+    def seq_len(self) -> int:
+        """Return the tokens per sequence, or SOME_LENGTH for seq_len=max."""
+        return SOME_LENGTH if self.config.seq_len == "max" else int(self.config.seq_len)
+
+    def stretched(self, seq_len: int) -> Choice:
+        """Return the choice with positions of trained weights stretched to `seq_len` by rope=."""
+        if self.weights is None:
+            return self
+        model, rope = extended(self.model, self.config.rope, seq_len)
+        return replace(self, model=model, source=self.source + (f", rope {rope}" if rope else ""))
 
 
-def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
+def model_of(config: TrainConfig, device: str, overrides: Mapping[str, str]) -> Choice:
     """Return the model of init=. Its weights are in the cache then, if it is one of the Hub.
 
     The weights are checked from the files' headers; positions are not stretched yet. Raises
@@ -85,7 +102,7 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
         check_same_ids(given, home)
     data = replace(config.data, tokenizer=given or str(home))
     config = replace(config, init=init, data=data)
-    return Pretrained(config, model, name, source + model.remark, home)
+    return Choice(config, device, model, data, name, source + model.remark, home)
 
 
 def read_hugging_face(

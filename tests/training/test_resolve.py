@@ -25,7 +25,7 @@ from longctx.spec.step import Workload
 from longctx.training import resolve
 from longctx.training.asked_step import step_of, with_steps_of_run
 from longctx.training.dry_run import MULTIPLE, OUT_OF_MEMORY, DryRun, longest_of, longest_probed
-from longctx.training.model_choice import Choice
+from longctx.training.pretrained import Choice
 from longctx.training.run import Run, scheduled
 from tests.written import write_config
 
