@@ -26,12 +26,8 @@ from longctx.files import one_line
 from longctx.runs import checkpoint_index
 from longctx.runs.checkpoint_index import AT_ONCE, FORMAT, INDEX
 
-IN_FILES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.uint8: "U8",  # packed weights
-}
+# The last one is of packed weights
+IN_FILES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 SHARD = 1 << 30  # bytes of one file, unless a tensor is larger
 CHUNK = 1 << 24  # bytes that are written, and given to the disk, at one time
 PAUSE = 0.05  # seconds between two looks for the files of other ranks
@@ -90,11 +86,10 @@ def _shard(file: str, tensors: Mapping[str, Tensor]) -> CheckpointShard:
     placed: dict[str, tuple[int, Tensor]] = {}
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
-        start, end = end, end + tensor.nbytes
+        placed[name], start, end = (end, tensor), end, end + tensor.nbytes
         offsets = [start, end]
         dtype, shape = IN_FILES[tensor.dtype], list(tensor.shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-        placed[name] = (start, tensor)
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return CheckpointShard(file, len(text).to_bytes(8, "little") + text, placed, end)
@@ -217,11 +212,9 @@ class Saving:
     def _write_shard(self, number: int) -> dict[str, int]:
         """Write one file; return its size and checksum."""
         shard = self.shards[number]
-        if self.memory is None:
-            content = torch.empty(shard.size, dtype=torch.uint8)
+        content = self.memory[number] if self.memory else torch.empty(shard.size, dtype=torch.uint8)
+        if not self.memory:
             shard.copy_to(content)
-        else:
-            content = self.memory[number]
         crc32, size = 0, 0
         tensors = content.numpy().data[: shard.size]
         chunks = [tensors[start : start + CHUNK] for start in range(0, shard.size, CHUNK)]

@@ -47,18 +47,16 @@ class SlicedTensor:
 
     def __getitem__(self, at: slice) -> Tensor:
         start, stop, _ = at.indices(self.shape[0])
-        parts = []
-        reached = start
+        parts, reached = [torch.empty(0, *self.shape[1:], dtype=self.dtype)], start
         for file, first, count in sorted(self.parts, key=lambda part: part[1]):
-            if first <= reached < min(stop, first + count):
-                end = min(stop, first + count)
+            end = min(stop, first + count)
+            if first <= reached < end:
                 parts.append(self._read(file, reached - first, end - first))
                 reached = end
         if reached < stop:
             raise ValueError(f"{self.folder}: {INDEX} lists no file for some rows of {self.name}")
-        if len(parts) == 1:
-            return parts[0]  # mapped instead of copied
-        return torch.cat(parts) if parts else torch.empty(0, *self.shape[1:], dtype=self.dtype)
+        # A single part is mapped instead of copied
+        return parts[1] if len(parts) == 2 else torch.cat(parts)
 
     def _read(self, file: str, start: int, stop: int) -> Tensor:
         """Return rows of one file; ValueError if they differ from the JSON in shape or dtype."""
@@ -178,12 +176,9 @@ def check_states(
 
 @torch.no_grad()
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the name of the first tensor with NaN or infinity in it, None if all are finite.
-
-    The least and the greatest number tell, in one pass: torch.isfinite().all() takes 50 times as
-    long on a CPU.
-    """
-    # All are queued before the first is waited for
+    """Return the name of the first tensor with NaN or infinity in it, None if all are finite."""
+    # In one pass: torch.isfinite().all() takes 50 times as long on a CPU. All are queued before the
+    # first is waited for
     checks = {
         name: torch.isfinite(torch.stack(torch.aminmax(tensor))).all()
         for name, tensor in tensors.items()

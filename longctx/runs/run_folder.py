@@ -52,11 +52,9 @@ def stem(choices: dict[str, str], seq_len: int, changed: dict[str, str]) -> str:
 
 def check_free(root: Path, name: str | None) -> None:
     """Raise ValueError if the run `name` exists already."""
-    if name is not None and (root / name).exists():
-        raise ValueError(
-            f"name={name}: {root / name} exists already; continue it with resume={root / name}, "
-            "or choose another name"
-        )
+    if name is not None and (path := root / name).exists():
+        remedy = f"continue it with resume={path}, or choose another name"
+        raise ValueError(f"name={name}: {path} exists already; {remedy}")
 
 
 def create(root: Path, name: str | None, beginning: str) -> Path:
@@ -76,38 +74,24 @@ def create(root: Path, name: str | None, beginning: str) -> Path:
     return folder
 
 
-def begin(
-    root: Path,
-    name: str | None,
-    beginning: str,
-    settings: dict[str, Any],
-    lock: dict[str, Any] | None,
-    texts: Mapping[str, str],
-) -> Path:
-    """Make the folder of a new run, with its `settings`, kernel `lock` and the files `texts`."""
-    folder = create(root, name, beginning)
-    own = texts_of(settings | {"name": folder.name}, lock)
-    # A folder that is not complete would look like a run
+def fill(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write the files `texts` of a new run; a failure removes the folder, which would look like a
+    run.
+    """
     try:
         (folder / "checkpoints").mkdir()
-        for file, text in [*texts.items(), *own.items()]:
+        for file, text in texts.items():
             files.write_text(folder / file, text)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return folder
 
 
-def go_back(
-    checkpoint: Path,
-    damaged: Mapping[Path, str],
-    settings: dict[str, Any],
-    lock: dict[str, Any] | None,
-) -> None:
+def go_back(checkpoint: Path, damaged: Mapping[Path, str], texts: Mapping[str, str]) -> None:
     """Take the folder of a resumed run back to its `checkpoint`: drop later metrics, set newer
-    `damaged` ones aside, remove half-written files of killed processes.
+    `damaged` ones aside, remove half-written files of killed processes, write `texts_of` the run.
     """
-    folder, texts = checkpoint.parent.parent, texts_of(settings, lock)
+    folder = checkpoint.parent.parent
     metrics_file.drop_after(folder, step_of(checkpoint))
     for path in (folder, checkpoint.parent):
         files.remove_partial(path)
@@ -117,8 +101,7 @@ def go_back(
         path.rename(aside)
         goes_on = f"set aside as {aside.name}, the run goes on from {checkpoint}"
         print(f"{path}: {damage}; {goes_on}", file=sys.stderr)
-    if lock is None:
-        (folder / LOCK).unlink(missing_ok=True)
+    (folder / LOCK).unlink(missing_ok=True)
     for file, text in texts.items():
         files.write_text(folder / file, text)
 
@@ -169,14 +152,9 @@ def is_training(folder: Path) -> bool:
     return False
 
 
-def _leave_locks_to_the_parent() -> None:
-    # A data worker that outlives a killed run must not keep its lock
-    for descriptor in _locks:
-        os.close(descriptor)
-
-
 _locks: set[int] = set()
-os.register_at_fork(after_in_child=_leave_locks_to_the_parent)
+# A data worker that outlives a killed run must not keep its lock
+os.register_at_fork(after_in_child=lambda: list(map(os.close, _locks)))
 
 
 def find(path: str) -> Path:
@@ -188,19 +166,15 @@ def find(path: str) -> Path:
         read_config(folder)
     if not checkpoints(folder):
         with locked(folder):  # another process may train the run, and write one yet
-            raise ValueError(
-                f"resume={path}: the run has no checkpoint, a step-N.ckpt that holds step N; "
-                "start it anew"
-            )
+            problem = "the run has no checkpoint, a step-N.ckpt that holds step N; start it anew"
+            raise ValueError(f"resume={path}: {problem}")
     files.check_writable(folder)
     files.check_writable(folder / "checkpoints")
     return folder
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Return True if `path` is a Hugging Face folder: it has a config.json, and is neither a run
-    nor an adapter.
-    """
+    """Return True if `path` has a config.json, and is neither a run nor an adapter."""
     adapter = (path / "adapter_config.json").exists() and not any(path.glob("model*.safetensors"))
     # Also a link that leads nowhere, or no file: its reader says so
     has_settings = os.path.lexists(path / "config.json")
@@ -239,10 +213,8 @@ def check_resumable(folder: Path, keys: Iterable[str]) -> None:
     """Raise ValueError for the first of `keys` that must not change when a run is resumed."""
     for key in keys:
         if not declared_as(TrainConfig, key).resume:
-            raise ValueError(
-                f"{key} cannot change when {folder} is resumed, which keeps its config.yaml; "
-                "leave it out, or start a new run"
-            )
+            why = f"cannot change when {folder} is resumed, which keeps its config.yaml"
+            raise ValueError(f"{key} {why}; leave it out, or start a new run")
 
 
 def check_unedited(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
@@ -250,9 +222,8 @@ def check_unedited(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> 
     `saved` in a checkpoint.
     """
     before, after = flat(saved), flat(now)
-    of_step = (
-        {"batch_size", "accumulate"} if rows_per_step(before) != rows_per_step(after) else set()
-    )
+    is_other_step = rows_per_step(before) != rows_per_step(after)
+    of_step = {"batch_size", "accumulate"} if is_other_step else set()
     for key in sorted(before.keys() | after.keys()):
         declared = declared_as(TrainConfig, key)
         is_free = declared.resume or not declared.compared or key == "init"
@@ -261,17 +232,14 @@ def check_unedited(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> 
             continue
         is_known = declared.is_open or (key in before and key in after)
         if is_known and before.get(key) != after.get(key):
-            raise ValueError(
-                f"{folder / 'config.yaml'}: {key}={after.get(key)}, but the run began with "
-                f"{before.get(key)}; it cannot change when the run is resumed, so put it back"
-            )
+            why = f"the run began with {before.get(key)}; it cannot change when it is resumed"
+            raise ValueError(f"{folder / CONFIG}: {key}={after.get(key)}, but {why}; put it back")
 
 
 def rows_per_step(settings: dict[str, Any]) -> int:
     """Return the sequences of a step over all devices of a run with these settings, as `flat`."""
     groups = settings["devices"] // settings.get("context.degree", 1)
-    rows: int = settings["batch_size"] * settings["accumulate"] * groups
-    return rows
+    return int(settings["batch_size"] * settings["accumulate"] * groups)
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -307,8 +275,7 @@ def _is_checkpoint(path: Path) -> bool:
 def plain(config: Any) -> dict[str, Any]:
     """Return a configuration as dictionaries, lists, strings, numbers."""
     values = config if isinstance(config, dict) else dataclasses.asdict(config)
-    result: dict[str, Any] = json.loads(json.dumps(values))
-    return result
+    return dict(json.loads(json.dumps(values)))
 
 
 def read_config(folder: Path, needed: Collection[str] = ()) -> dict[str, Any]:
@@ -327,10 +294,8 @@ def read_config(folder: Path, needed: Collection[str] = ()) -> dict[str, Any]:
         raise ValueError(f"{folder}: not the folder of a run, {remedy}")
     config = flat(read_keys(path, folder))
     if missing := [key for key in needed if key not in config]:
-        raise ValueError(
-            f"{path}: no {', '.join(missing)}, though every run writes it: the file was cut; put "
-            "a copy of it back"
-        )
+        why = "though every run writes it: the file was cut; put a copy of it back"
+        raise ValueError(f"{path}: no {', '.join(missing)}, {why}")
     return config
 
 

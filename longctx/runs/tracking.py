@@ -44,17 +44,15 @@ class Tracker:
         names: Sequence[str] = ("wandb",),
         plugins: Sequence[str] = (),  # which may have registered trackers
     ) -> None:
-        self.folder = folder
-        self.config = config
-        self.plugins = plugins
         openings = {name: TRACKERS[name].opening(config, folder) for name in names}
-        self.openings = {name: lines for name, lines in openings.items() if lines}
+        self.names = [name for name, lines in openings.items() if lines]
         # Lines that show the user the targets of the copies
-        self.opening = [f"{name:<10} " + f"\n{'':11}".join(x) for name, x in self.openings.items()]
+        self.opening = [f"{name:<10} " + f"\n{'':11}".join(openings[name]) for name in self.names]
         self._file = open(folder / metrics_file.FILE, "a+", encoding="utf-8")  # noqa: SIM115
         self._file.seek(0)
-        self._records_before = sum(1 for _ in self._file)
-        self._copies: list[Copy] = []
+        before = sum(1 for _ in self._file)
+        self._about = {"records_before": before, "plugins": plugins, "config": vars(config)}
+        self._folder, self._copies = folder, list[Copy]()
 
     def log(self, record: Record) -> None:
         """Append one record, `step` and `tokens_seen` among its keys."""
@@ -62,14 +60,9 @@ class Tracker:
 
     def start_copies(self, metadata: dict[str, Any]) -> None:
         """Begin the copies, once, with `metadata` as the configuration that they show."""
-        if not self.openings or self._copies:
-            return
-        about = {
-            "records_before": self._records_before,
-            "metadata": metadata,
-            "plugins": self.plugins,
-        }
-        self._copies = [Copy(name, self.config, self.folder, about) for name in self.openings]
+        if not self._copies:
+            about = self._about | {"metadata": metadata}
+            self._copies = [Copy(name, self._folder, about) for name in self.names]
 
     def problem(self) -> str | None:
         """Return lines about copies that failed, once."""
@@ -90,22 +83,17 @@ class Copy:
     news to another. Raises nothing: `news` has a line about a failure.
     """
 
-    def __init__(self, name: str, config: WandbConfig, folder: Path, about: dict[str, Any]) -> None:
+    def __init__(self, name: str, folder: Path, about: dict[str, Any]) -> None:
         self.name, self.folder = name, folder
         self.process: subprocess.Popen[bytes] | None = None
-        self._news: list[str] = []
+        self.problems: list[str] = []
         self._news_read, self._sent = 0, 0
-        request = about | {
-            "config": vars(config),
-            "folder": str(folder.absolute()),
-            "argv": sys.argv,
-            "parent": os.getpid(),
-        }
+        own = {"folder": str(folder.absolute()), "argv": sys.argv, "parent": os.getpid()}
         try:
             # Files instead of pipes: a process that hangs must not hold up the run
             self._commands = tempfile.TemporaryFile()  # noqa: SIM115 (open while the copy lives)
             self._output = tempfile.TemporaryFile()  # noqa: SIM115
-            self.send(request)
+            self.send(about | own)
             self.process = subprocess.Popen(
                 system.python_command("longctx.runs.tracking", name),
                 env=system.child_environment(),
@@ -115,7 +103,7 @@ class Copy:
                 start_new_session=True,
             )
         except OSError as error:
-            self._news = [f"{name} is off: {error}; metrics.jsonl has every record"]
+            self.problems = [f"{name} is off: {error}; metrics.jsonl has every record"]
 
     def send(self, command: dict[str, Any]) -> None:
         """Append one command: the request or the end."""
@@ -126,7 +114,7 @@ class Copy:
 
     def news(self) -> str | None:
         """Return what has gone wrong since the last call."""
-        news, self._news = self._news, []
+        news, self.problems = self.problems, []
         if self.process is not None:
             # Before its words are read: a process that ends in between has written all of them
             code = self.process.poll()
@@ -139,16 +127,6 @@ class Copy:
                 news.append(f"{self.name} is off: its process ended with code {code}")
         return "\n".join(news) or None
 
-    def wait(self, process: subprocess.Popen[bytes], seconds: float) -> None:
-        """Wait for the `process`, `seconds` at most."""
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            late = TRACKERS[self.name].late.format(folder=self.folder)
-            later = f"; if it is not there later: {late}" if late else ""
-            line = f"not all is sent after {PATIENCE:.0f} s, the rest follows{later}"
-            self._news.append(f"{self.name:<10} {line}")
-
 
 def finish(copies: Sequence[Copy], exit_code: int) -> None:
     """Wait until the copies have everything, for PATIENCE seconds at most together."""
@@ -157,7 +135,13 @@ def finish(copies: Sequence[Copy], exit_code: int) -> None:
         copy.send({"finish": exit_code})
     deadline = time.monotonic() + PATIENCE
     for copy, process in alive:
-        copy.wait(process, max(0.0, deadline - time.monotonic()))
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            late = TRACKERS[copy.name].late.format(folder=copy.folder)
+            later = f"; if it is not there later: {late}" if late else ""
+            line = f"not all is sent after {PATIENCE:.0f} s, the rest follows{later}"
+            copy.problems.append(f"{copy.name:<10} {line}")
 
 
 def log_evaluation(config: WandbConfig, folder: Path, content: dict[str, Any]) -> None:
@@ -166,8 +150,8 @@ def log_evaluation(config: WandbConfig, folder: Path, content: dict[str, Any]) -
 
     It is a run of its own, of job type eval and in the group of the run; its files are in eval/.
     """
-    about = {"run": folder.name, "content": content}
-    copy = Copy("wandb", config, folder / "eval", about)
+    about = {"config": vars(config), "run": folder.name, "content": content}
+    copy = Copy("wandb", folder / "eval", about)
     finish([copy], 0)
     if problem := copy.news():
         raise RuntimeError(problem)

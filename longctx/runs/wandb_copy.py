@@ -174,11 +174,11 @@ def send_evaluation(request: dict[str, Any], _: Commands) -> None:
     plain = {key: x for key, x in content.items() if isinstance(x, str | int | float | None)}
     about = {"name": f"{name}-eval", "group": config.group or name, "job_type": "eval"}
     run = init(config, Path(request["folder"]), request["mode"], config=plain, **about)
-    media: dict[str, Any] = {}
+    row: dict[str, Any] = {f"eval/{key}": x for key, x in scores(content).items()}
     documents = content.get("documents")
     # Of tasks, "documents" is the limit that was asked for
     if isinstance(documents, list) and documents:
-        cells = [list(row.values()) for row in documents[:TABLE_ROWS]]
-        media["eval/documents"] = wandb.Table(columns=list(documents[0]), data=cells)
-    run.log({f"eval/{key}": x for key, x in scores(content).items()} | media)
+        cells = [list(document.values()) for document in documents[:TABLE_ROWS]]
+        row["eval/documents"] = wandb.Table(columns=list(documents[0]), data=cells)
+    run.log(row)
     run.finish()

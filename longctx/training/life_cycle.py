@@ -106,7 +106,8 @@ class LifeCycle:
             if run.checkpoint is None:
                 locks.enter_context(run_folder.locked(run.folder))
             else:
-                run_folder.go_back(run.checkpoint, run.damaged, run.saved, run.kernel_lock)
+                texts = run_folder.texts_of(run.saved, run.kernel_lock)
+                run_folder.go_back(run.checkpoint, run.damaged, texts)
             # A sweep shows the results of its jobs
             if result := os.environ.get(RESULT_VARIABLE):
                 Path(result).write_text(str(run.folder), encoding="utf-8")

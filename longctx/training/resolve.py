@@ -89,5 +89,7 @@ def resolve(
     root, name = Path(config.runs), config.name
     if config.dry_run:
         return replace(run, folder=root / (name or stem))
-    folder = run_folder.begin(root, name, stem, run.saved, run.kernel_lock, texts)
-    return replace(run, config=replace(run.config, name=folder.name), folder=folder)
+    folder = run_folder.create(root, name, stem)
+    config, saved = replace(run.config, name=folder.name), run.saved | {"name": folder.name}
+    run_folder.fill(folder, texts | run_folder.texts_of(saved, run.kernel_lock))
+    return replace(run, config=config, saved=saved, folder=folder)
