@@ -29,13 +29,13 @@ def checked_skeleton(
     checkpoint: dict[str, Any],
     config: GPTConfig,
     backend: AttentionConfig | str,
-    lora: LoraConfig,
+    added: LoraConfig,
 ) -> GPT:
     """Return the `skeleton`; raise ValueError unless the checkpoint at `path` has its weights.
 
     Names, shapes, dtypes and layout in the file are compared; no weight is read.
     """
-    model = skeleton(config, backend, lora)
+    model = skeleton(config, backend, added)
     weights = checkpoint["state_dict"]
     mine = {f"model.{name}": x for name, x in model.named_parameters()}
     for name in [*mine, *(weights.keys() - mine.keys())]:

@@ -101,7 +101,8 @@ def go_back(checkpoint: Path, damaged: Mapping[Path, str], texts: Mapping[str, s
         path.rename(aside)
         goes_on = f"set aside as {aside.name}, the run goes on from {checkpoint}"
         print(f"{path}: {damage}; {goes_on}", file=sys.stderr)
-    (folder / LOCK).unlink(missing_ok=True)
+    if LOCK not in texts:
+        (folder / LOCK).unlink(missing_ok=True)
     for file, text in texts.items():
         files.write_text(folder / file, text)
 

@@ -9,6 +9,7 @@ from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.data.sources.registry import pinned
 from longctx.model import packed
+from longctx.model.context_extension import extended
 from longctx.spec.step import precision_of
 from longctx.training.batches import data_config
 from longctx.training.pretrained import Choice, model_of
@@ -44,4 +45,7 @@ def choose_model(request: Request[TrainConfig], device: str) -> Choice:
     if config.lora.base is not None:
         packed.bitsandbytes()
     choice = replace(choice, config=config)
-    return choice if config.seq_len == "max" else choice.stretched(choice.seq_len)
+    if choice.weights is None or config.seq_len == "max":
+        return choice
+    model, rope = extended(choice.model, config.rope, choice.seq_len)
+    return replace(choice, model=model, rope=rope)

@@ -19,7 +19,6 @@ from longctx.config.train_config import TrainConfig
 from longctx.data import Data, chat
 from longctx.data.tokenizer import check_same_ids
 from longctx.model import GPT
-from longctx.model.context_extension import extended
 from longctx.model.saved_weights import copy_weights
 from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
@@ -48,18 +47,12 @@ class Choice:
     name: str = ""  # for the name of the folder
     source: str = ""  # such as "tiny (model=auto)" or "weights of FOLDER"
     weights: Path | None = None  # the folder of trained weights, with settings for exports
+    rope: str = ""  # how their positions are stretched to seq_len
 
     @property
     def seq_len(self) -> int:
         """Return the tokens per sequence, or SOME_LENGTH for seq_len=max."""
         return SOME_LENGTH if self.config.seq_len == "max" else int(self.config.seq_len)
-
-    def stretched(self, seq_len: int) -> Choice:
-        """Return the choice with positions of trained weights stretched to `seq_len` by rope=."""
-        if self.weights is None:
-            return self
-        model, rope = extended(self.model, self.config.rope, seq_len)
-        return replace(self, model=model, source=self.source + (f", rope {rope}" if rope else ""))
 
 
 def model_of(config: TrainConfig, device: str, overrides: Mapping[str, str]) -> Choice:

@@ -19,6 +19,7 @@ from longctx.attention.description import AUTO
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.data import load, open_tokenizer
+from longctx.model.context_extension import extended
 from longctx.runs import run_folder
 from longctx.spec.hardware import Machine
 from longctx.training import compile_ahead, dry_run, kernel_lock, pretrained, resume
@@ -52,9 +53,10 @@ def resolve(
     step = plan.step
     choice.model.check_length(step.seq_len, "seq_len")
     # Only now the length is known by which positions of trained weights are stretched
-    if config.seq_len == "max":
-        choice = choice.stretched(step.seq_len)
-        step = replace(step, model=replace(choice.model, vocab_size=step.model.vocab_size))
+    if config.seq_len == "max" and choice.weights is not None:
+        model, rope = extended(choice.model, config.rope, step.seq_len)
+        choice = replace(choice, rope=rope)
+        step = replace(step, model=replace(model, vocab_size=step.model.vocab_size))
     # Kernels compile while documents are read
     wait_for_compilers = compile_ahead.begin(step)
     data = load(choice.data, step.seq_len)
@@ -77,7 +79,8 @@ def resolve(
     for callback in CALLBACKS.values():
         callback.check(run, data)
     texts = pretrained.texts_for_export(data, choice.weights)
-    run = replace(run, model_source=choice.source, data=data, plan=plan, saved=run.settings())
+    source = ", rope ".join(filter(None, (choice.source, choice.rope)))
+    run = replace(run, model_source=source, data=data, plan=plan, saved=run.settings())
     run = kernel_lock.locked(resume.continued(run) if config.resume else run)
     if config.resume:
         return run
@@ -91,5 +94,6 @@ def resolve(
         return replace(run, folder=root / (name or stem))
     folder = run_folder.create(root, name, stem)
     config, saved = replace(run.config, name=folder.name), run.saved | {"name": folder.name}
-    run_folder.fill(folder, texts | run_folder.texts_of(saved, run.kernel_lock))
+    texts |= run_folder.texts_of(saved, run.kernel_lock)
+    run_folder.fill(folder, texts)
     return replace(run, config=config, saved=saved, folder=folder)
