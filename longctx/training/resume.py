@@ -38,10 +38,11 @@ def continued(run: Run) -> Run:
         model = saved_weights.checked_skeleton(path, checkpoint, *shape)
         optimizer = optimizers.build(model, run)
         trained = [weight for group in optimizer.param_groups for weight in group["params"]]
-        # an optimizer that does not name its states may have any
+        # An optimizer that does not name its states may have any
         names = getattr(optimizer, "state_names", lambda _: None)
         expected = [(weight.shape, names(weight)) for weight in trained]
         checkpoints.check_states(path, checkpoint, expected)
+        # A run that has ended says so; else it would train one step more
         validations = checkpoint["best"]["since"]
         if config.patience is not None and validations >= config.patience:
             raise ValueError(

@@ -27,11 +27,11 @@ from longctx.training.run import Run
 
 
 class RunLog:
-    """The log of `run`, silent on ranks other than 0, which have no tracker either."""
+    """The log of `run`, silent on ranks other than 0."""
 
     def __init__(self, run: Run, parallel: Parallel) -> None:
         self.run, self.steps_done = run, run.steps_done
-        config, is_first = run.config, parallel.is_first
+        is_first = parallel.is_first
         self.console = tables.console()
         self.console.quiet = not is_first
         self.bar = Progress(
@@ -49,15 +49,16 @@ class RunLog:
         )
         self.figures: dict[str, float] = {}  # of context.check, for the first row
         self.tracker: Tracker | None = None
-        if is_first:
-            keys = (config.wandb, config.tracker, config.plugins or ())
-            self.tracker = Tracker(run.folder, *keys)
 
     def open(self, machine: Machine) -> None:
-        """Print the first lines of the run."""
-        if self.tracker is not None:
-            for line in [*opening(self.run, machine), *self.tracker.opening]:
-                self.say(line)
+        """Print the first lines of the run, and begin its metrics.jsonl, on rank 0."""
+        if self.console.quiet:
+            return
+        lines, config = opening(self.run, machine), self.run.config
+        keys = (config.wandb, config.tracker, config.plugins or ())
+        self.tracker = Tracker(self.run.folder, *keys)
+        for line in [*lines, *self.tracker.opening]:
+            self.say(line)
 
     def say(self, text: str) -> None:
         """Print a line, above the bar if there is one.

@@ -12,6 +12,7 @@ import pytest
 from longctx.config.train_config import TrainConfig
 from longctx.model import GPTConfig
 from longctx.parallel.mesh import Parallel
+from longctx.spec.hardware import Machine
 from longctx.system import typed_command
 from longctx.training.run_log import RunLog, brief, closing_lines, opening, warnings
 from longctx.training.sweep import Job, sweep_table
@@ -97,9 +98,8 @@ def test_what_is_left_out_is_among_the_first_lines():
     counts |= {"conversations_shortened": 2, "prompts_cut": 3, "seq_len": 64}
     config = SimpleNamespace(why_left_out="without text")
     data: Any = SimpleNamespace(summary=lambda: counts, train=[0], config=config)
-    lines = "\n".join(
-        opening(replace(sample_run(TrainConfig(model=GPTConfig(vocab_size=9))), data=data))
-    )
+    run = replace(sample_run(TrainConfig(model=GPTConfig(vocab_size=9))), data=data)
+    lines = "\n".join(opening(run, Machine(0, None, 0.0)))
     for part in ("(1 without text left out)", "data.turns=all", "3 prompts", "no document is left"):
         assert part in lines
 
