@@ -157,21 +157,13 @@ def test_a_full_disk_names_the_file(tmp_path):
     tracker.finish(1)
 
 
-def opening(folder: Path, **config: Any) -> str:
-    tracker = Tracker(folder, WandbConfig(**config))
-    tracker.finish(0)
-    return "\n".join(tracker.opening)
-
-
 def test_the_start_prints_the_target(tmp_path, monkeypatch):
-    theirs = {"entity": "acme", "project": "p"}
-    without_key = opening(tmp_path, mode="online", **theirs)
+    (without_key,) = Tracker(tmp_path, WandbConfig("p", "acme", mode="online")).opening
     assert all(x in without_key for x in ("acme/p", "no API key"))
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    monkeypatch.setenv("WANDB_ENTITY", "mine")
-    with_key = opening(tmp_path)
-    assert "mine/longctx" in with_key and "no API key" not in with_key
-    assert opening(tmp_path, mode="disabled") == ""
+    (with_key,) = Tracker(tmp_path, WandbConfig("p", "mine")).opening
+    assert "mine/p" in with_key and "no API key" not in with_key
+    assert Tracker(tmp_path, WandbConfig(mode="disabled")).opening == []
 
 
 def validation(step: int) -> dict[str, float]:
