@@ -12,7 +12,7 @@ import pytest
 import yaml
 from torch import Tensor
 
-from longctx.runs.checkpoint_write import Saving
+from longctx.runs.checkpoint_write import Saving, Sharded
 
 
 def write(saving: Saving, memory: list[Tensor] | None = None) -> None:
@@ -20,6 +20,11 @@ def write(saving: Saving, memory: list[Tensor] | None = None) -> None:
     with ThreadPoolExecutor(1) as thread:
         saving.begin(thread, memory)
     saving.written.result()
+
+
+def alone(tensor: Tensor) -> Sharded:
+    """Return `tensor` as the share of a rank that has all of it."""
+    return Sharded(tensor, tensor.shape, [slice(0, len(tensor))])
 
 
 def write_config(folder: Path, settings: dict[str, Any]) -> None:

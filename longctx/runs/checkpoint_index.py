@@ -70,14 +70,6 @@ def verify(path: Path, reads: bool = True) -> None:
                 raise Damaged(path, f"damaged, the checksum of {name} differs")
 
 
-def is_intact(path: Path, reads: bool = True) -> bool:
-    """Return True if `verify` finds the checkpoint at `path` whole."""
-    with suppress(Damaged):
-        verify(path, reads)
-        return True
-    return False
-
-
 def checksum(file: BinaryIO) -> int:
     """Return the CRC-32 of a file."""
     value = 0
@@ -87,9 +79,7 @@ def checksum(file: BinaryIO) -> int:
 
 
 def set_aside(path: Path) -> Path:
-    """Hide a checkpoint from readers before it is deleted, so that they never see half of one;
-    return its new path.
-    """
+    """Hide a checkpoint, of which no reader may see half, to delete it; return its new path."""
     hidden = path.with_name(f".{path.name}.removed")
     files.remove(hidden)
     os.rename(path, hidden)

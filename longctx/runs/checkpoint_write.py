@@ -41,11 +41,6 @@ class Sharded(NamedTuple):
     shape: torch.Size  # of the whole
     rows_of: list[slice]  # of each rank
 
-    @classmethod
-    def whole(cls, tensor: Tensor) -> Sharded:
-        """Return `tensor` as the share of a rank that has all of it."""
-        return cls(tensor, tensor.shape, [slice(0, len(tensor))])
-
 
 class CheckpointShard(NamedTuple):
     """A safetensors file: a header, then the tensors one after another."""

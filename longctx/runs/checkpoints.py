@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,9 @@ class SlicedTensor:
     def __init__(self, folder: Path, name: str, entry: Mapping[str, Any]) -> None:
         self.folder, self.name = folder, name
         self.shape = torch.Size(entry["shape"])
+        self.ndim = len(self.shape)
         self.dtype = DTYPES[entry["dtype"]]
         self.parts: list[tuple[str, int, int]] = [tuple(part) for part in entry["rows"]]
-
-    @property
-    def ndim(self) -> int:
-        """Return the number of dimensions of the whole tensor."""
-        return len(self.shape)
 
     def __getitem__(self, at: slice) -> Tensor:
         start, stop, _ = at.indices(self.shape[0])
@@ -112,10 +109,8 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: no such checkpoint")
     content = checkpoint_index.read(path)
     if content.get("format") != FORMAT:
-        raise ValueError(
-            f"{path}: written in format {content.get('format')} by another version of longctx; "
-            f"this one reads {FORMAT}"
-        )
+        written = f"written in format {content.get('format')} by another version of longctx"
+        raise ValueError(f"{path}: {written}; this one reads {FORMAT}")
     with opened(path):
         states: dict[int, dict[str, Any]] = {
             int(number): {key: torch.tensor(value) for key, value in values.items()}
@@ -195,17 +190,21 @@ def tidy(folder: Path, step: int, keep: int, best_step: int = 0) -> list[Path]:
     Only whole checkpoints up to `step` count, so none goes for a damaged or foreign one.
     """
     saved, best = (run_folder.checkpoint_path(folder, n) for n in (step, best_step))
-    earlier = [path for path in run_folder.checkpoints(folder) if run_folder.step_of(path) <= step]
-    paths = [path for path in earlier if checkpoint_index.is_intact(path, reads=False)]
+    paths: list[Path] = []
+    for path in run_folder.checkpoints(folder):
+        with suppress(Damaged):
+            verify(path, reads=False)
+            paths += [path] if run_folder.step_of(path) <= step else []
     _link("last.ckpt", saved)
     if best in paths:
         _link("best.ckpt", best)
     else:
         files.remove(saved.with_name("best.ckpt"))
-    leftovers = list(saved.parent.glob(".step-*.ckpt*"))
-    hidden = [checkpoint_index.set_aside(path) for path in paths[:-keep] if path != best]
+    for path in paths[:-keep]:
+        if path != best:
+            checkpoint_index.set_aside(path)
     files.to_disk(saved.parent)  # or a power failure could bring names back
-    return hidden + [path for path in leftovers if path not in hidden]
+    return list(saved.parent.glob(".step-*.ckpt*"))
 
 
 def _link(name: str, target: Path) -> None:

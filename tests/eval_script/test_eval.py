@@ -17,12 +17,11 @@ import eval as evaluation
 from longctx import files
 from longctx.cli import main as export
 from longctx.runs import checkpoints, evaluations, run_folder
-from longctx.runs.checkpoint_write import Sharded
 from tests.data.chat_templates import CHATML
 from tests.data.chat_templates import write as write_template
 from tests.eval_script.sample import SCRIPT, write_tasks
 from tests.processes import ROOT, finished
-from tests.written import write
+from tests.written import alone, write
 
 VT = ["ruler=true", "ruler.tasks=[vt]"]
 
@@ -70,7 +69,7 @@ def test_numbers_that_are_not_finite_are_null(run, evaluate, tmp_path):
     checkpoint = checkpoints.read(intact)
     weights = {name: x[:] for name, x in checkpoint["state_dict"].items()}
     weights["model.embed.weight"][:, 3] = math.inf
-    tensors = {name: Sharded.whole(x) for name, x in weights.items()}
+    tensors = {name: alone(x) for name, x in weights.items()}
     state = {"random": checkpoint["random"]}
     write(checkpoints.saving(path, checkpoint["longctx"], state, tensors))
     try:

@@ -14,9 +14,8 @@ from longctx.data.tokenizer import train
 from longctx.hf.export import export
 from longctx.model import GPT, GPTConfig
 from longctx.runs import checkpoints
-from longctx.runs.checkpoint_write import Sharded
 from tests.training.sample_run import newest, replace_newest
-from tests.written import files_below, write
+from tests.written import alone, files_below, write
 
 SMALL: dict[str, Any] = {
     **{"vocab_size": 300, "layers": 2, "channels": 24, "heads": 4, "kv_heads": 2, "ffn": 40}
@@ -38,7 +37,7 @@ def run(tmp_path: Path) -> Path:
 
 def save(weights: dict[str, torch.Tensor], config: dict[str, Any], path: Path) -> None:
     """Write a checkpoint of `weights` alone."""
-    tensors = {name: Sharded.whole(x) for name, x in weights.items()}
+    tensors = {name: alone(x) for name, x in weights.items()}
     state = {"random": checkpoints.random_state(), "steps_done": 7}
     about = {"config": config}
     write(checkpoints.saving(path, about, state, tensors))

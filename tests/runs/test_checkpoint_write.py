@@ -14,7 +14,7 @@ from longctx.runs import checkpoint_index, checkpoint_write, checkpoints
 from longctx.runs.checkpoint_write import Saving, Sharded
 from tests.processes import killed_at
 from tests.runs.ranks import RANKS, rows_of_ranks
-from tests.written import files_below, write
+from tests.written import alone, files_below, write
 
 
 def memory_for(saving: Saving) -> list[Tensor]:
@@ -34,7 +34,7 @@ def odd() -> dict[str, Tensor]:
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Sharded]:
-    return {name: Sharded.whole(x) for name, x in tensors.items()}
+    return {name: alone(x) for name, x in tensors.items()}
 
 
 def read(path: Path) -> dict[str, checkpoints.SlicedTensor]:
@@ -162,6 +162,6 @@ def test_a_kill_in_the_write_leaves_the_checkpoint_before_it(tmp_path):
 def test_an_earlier_save_of_the_step_is_replaced(tmp_path):
     path = tmp_path / "step-00000001.ckpt"
     for value in (1.0, 2.0):
-        write(Saving(path, {}, {"x": Sharded.whole(torch.full((2,), value))}))
+        write(Saving(path, {}, {"x": alone(torch.full((2,), value))}))
     assert torch.equal(read(path)["x"][:], torch.full((2,), 2.0))
     assert list(tmp_path.iterdir()) == [path]

@@ -15,9 +15,9 @@ from longctx.config.asked import workload_of
 from longctx.config.train_config import TrainConfig
 from longctx.data.sequences import IGNORED, padding_ids
 from longctx.runs import checkpoints, metrics_file, run_folder
-from longctx.runs.checkpoint_write import Saving, Sharded
+from longctx.runs.checkpoint_write import Saving
 from longctx.training.run import Run, scheduled
-from tests.written import write
+from tests.written import alone, write
 
 Overrides = Callable[..., list[str]]  # the fixture `overrides` of conftest.py
 FAULTY = Path(__file__).with_name("faulty_run.py")
@@ -106,13 +106,13 @@ def replace_newest(content: dict[str, Any], folder: Path) -> None:
                 scalars = saving.metadata["optimizer_scalars"]
                 scalars.setdefault(str(number), {})[key] = float(x)
     files.remove(path)
-    write(Saving(path, saving.metadata, {name: Sharded.whole(x) for name, x in tensors.items()}))
+    write(Saving(path, saving.metadata, {name: alone(x) for name, x in tensors.items()}))
 
 
 def write_checkpoint(folder: Path, step: int) -> Path:
     """Write a whole checkpoint of a single tensor to the folder of a run; return its path."""
     path = run_folder.checkpoint_path(folder, step)
-    write(Saving(path, {"steps_done": step}, {"x": Sharded.whole(torch.zeros(3))}))
+    write(Saving(path, {"steps_done": step}, {"x": alone(torch.zeros(3))}))
     return path
 
 
