@@ -59,15 +59,13 @@ class CheckpointShard(NamedTuple):
 
 def shards_of(stem: str, tensors: Mapping[str, Tensor]) -> list[CheckpointShard]:
     """Divide `tensors` into files of about SHARD bytes."""
-    groups: list[dict[str, Tensor]] = []
-    size = 0
+    groups: list[dict[str, Tensor]] = [{}]
     for name, tensor in tensors.items():
-        if not groups or size + tensor.nbytes > SHARD:
+        size = sum(earlier.nbytes for earlier in groups[-1].values())
+        if groups[-1] and size + tensor.nbytes > SHARD:
             groups.append({})
-            size = 0
         groups[-1][name] = tensor
-        size += tensor.nbytes
-    return [_shard(f"{stem}-{n:03d}.safetensors", group) for n, group in enumerate(groups)]
+    return [_shard(f"{stem}-{n:03d}.safetensors", x) for n, x in enumerate(groups) if x]
 
 
 def _shard(file: str, tensors: Mapping[str, Tensor]) -> CheckpointShard:
@@ -247,12 +245,11 @@ class Saving:
         for path in jsons:
             path.unlink()
         files.to_disk(self.partial)
-        # An earlier process of the run may have saved this step
-        earlier = checkpoint_index.set_aside(self.path) if self.path.exists() else None
+        # An earlier process of the run may have saved this step; it goes with those replaced
+        if self.path.exists():
+            checkpoint_index.set_aside(self.path)
         os.rename(self.partial, self.path)
         files.to_disk(self.path.parent)
-        if earlier is not None:
-            files.remove(earlier)
         self.bytes = sum(entry["bytes"] for entry in listed.values())
 
     def _json_of(self, rank: int) -> Path:

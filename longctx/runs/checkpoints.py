@@ -27,13 +27,14 @@ from longctx.runs.checkpoint_index import verify as verify
 from longctx.runs.checkpoint_write import Saving, Sharded
 from longctx.untrusted import opened
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-READABLE = frozenset(DTYPES.values())  # dtypes of weights and moments in files
-DTYPES["uint8"] = torch.uint8  # of packed weights
+READABLE = frozenset((torch.float32, torch.bfloat16, torch.float16))  # of weights and moments
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*READABLE, torch.uint8)}
 
 
 class SlicedTensor:
-    """A tensor in files, cut by rows; tensor[first:last] reads only those."""
+    """A tensor in files, cut by rows; tensor[first:last] reads only those, and raises ValueError if
+    they are not as the JSON says.
+    """
 
     def __init__(self, folder: Path, name: str, entry: Mapping[str, Any]) -> None:
         self.folder, self.name = folder, name
@@ -48,20 +49,16 @@ class SlicedTensor:
         for file, first, count in sorted(self.parts, key=lambda part: part[1]):
             end = min(stop, first + count)
             if first <= reached < end:
-                parts.append(self._read(file, reached - first, end - first))
+                with safe_open(self.folder / file, framework="pt") as tensors:
+                    part: Tensor = tensors.get_slice(self.name)[reached - first : end - first]
+                if part.dtype != self.dtype or part.shape != (end - reached, *self.shape[1:]):
+                    raise ValueError(f"{self.folder / file}: {self.name} differs from {INDEX}")
+                parts.append(part)
                 reached = end
         if reached < stop:
             raise ValueError(f"{self.folder}: {INDEX} lists no file for some rows of {self.name}")
         # A single part is mapped instead of copied
         return parts[1] if len(parts) == 2 else torch.cat(parts)
-
-    def _read(self, file: str, start: int, stop: int) -> Tensor:
-        """Return rows of one file; ValueError if they differ from the JSON in shape or dtype."""
-        with safe_open(self.folder / file, framework="pt") as tensors:
-            part: Tensor = tensors.get_slice(self.name)[start:stop]
-        if part.dtype != self.dtype or part.shape != (stop - start, *self.shape[1:]):
-            raise ValueError(f"{self.folder / file}: {self.name} differs from {INDEX}")
-        return part
 
 
 def saving(

@@ -82,14 +82,13 @@ def begin(request: dict[str, Any], mode: str) -> Any:
     """Begin the run of `request` at wandb, or continue it there."""
     config, folder = WandbConfig(**request["config"]), Path(request["folder"])
     leg = 1 + len([*folder.glob("wandb/offline-run-*")])  # one of each start of the run
-    name, group = folder.name, config.group
-    if mode == "offline":
-        group = group or name
-        identity: dict[str, Any] = {"name": name if leg == 1 else f"{name}-leg{leg}"}
+    about = {"job_type": config.job_type, "group": config.group, "name": folder.name}
+    if mode != "offline":
+        about |= {"id": run_id(folder), "resume": "allow"}
     else:
-        identity = {"name": name, "id": run_id(folder), "resume": "allow"}
-    identity |= {"group": group, "job_type": config.job_type}
-    return init(config, folder, mode, config=request["metadata"] | {"leg": leg}, **identity)
+        about["group"] = config.group or folder.name
+        about["name"] = folder.name if leg == 1 else f"{folder.name}-leg{leg}"
+    return init(config, folder, mode, config=request["metadata"] | {"leg": leg}, **about)
 
 
 def wandb_mode(config: WandbConfig) -> str:

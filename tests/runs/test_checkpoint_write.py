@@ -164,4 +164,4 @@ def test_an_earlier_save_of_the_step_is_replaced(tmp_path):
     for value in (1.0, 2.0):
         write(Saving(path, {}, {"x": alone(torch.full((2,), value))}))
     assert torch.equal(read(path)["x"][:], torch.full((2,), 2.0))
-    assert list(tmp_path.iterdir()) == [path]
+    assert list(tmp_path.glob("[!.]*")) == [path]
