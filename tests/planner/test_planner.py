@@ -4,9 +4,11 @@ answers hang together.
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from longctx.attention.description import AttentionConfig
 from longctx.config.doors import OPTIMIZERS, OptimizerTraits
@@ -18,6 +20,8 @@ from longctx.spec.hardware import GIB
 from longctx.spec.step import Workload
 from tests.planner.steps import H200, composed, one_b, workload
 from tests.processes import ROOT
+
+FIGURES = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text())
 
 
 def test_the_policy_long_keeps_the_rest_on_the_host():
@@ -47,37 +51,14 @@ def test_measured_peaks_are_within_three_percent():
     assert points and not off
 
 
-# Whole models on one H200, attention=flash, one micro-batch a step: GiB and tokens/s. Those of the
-# portable kernel were measured with another one of its speed.
-WHOLE = [
-    ("124m", "fast", 4, 16384, 20.41, 235_406, "portable"),
-    ("1b", "fast", 4, 4096, 34.19, 63_120, "portable"),
-    ("1b", "balanced", 1, 65536, 30.07, 18_807, "portable"),
-    ("124m", "fast", 16, 4096, 20.32, 493_398, "auto"),
-    ("124m", "fast", 1, 65536, 20.32, 113_466, "auto"),
-    ("1b", "fast", 4, 4096, 34.12, 67_425, "auto"),
-    ("1b", "fast", 1, 65536, 84.03, 25_720, "auto"),
-    ("1b", "balanced memory.mlp_tile=16384", 1, 65536, 25.80, 23_855, "auto"),
-    ("1b", "balanced", 1, 262144, 75.56, 8_359, "auto"),
-    ("8b lora.rank=16", "balanced", 1, 131072, 105.0, 131072 / 37.6, "auto"),
-    ("1b precision=fp8", "fast", 1, 16384, 31.81, 16384 / 0.2808, "auto"),
-    ("8b model.layers=22 precision=fp8", "fast", 1, 8192, 89.19, 8192 / 0.4013, "auto"),
-]
-
-
-@pytest.mark.parametrize(("model", "policy", "rows", "tokens", "gib", "speed", "kernel"), WHOLE)
-def test_models_take_measured_memory_and_time(model, policy, rows, tokens, gib, speed, kernel):
-    config = workload(
-        *f"model={model} memory={policy}".split(),
-        attention=AttentionConfig("flash", {"kernel": kernel}),
-        batch_size=rows,
-        seq_len=tokens,
-        accumulate=1,
-    )
-    config = replace(config, validates=False)
-    assert predict(config).peak / GIB == pytest.approx(gib, rel=0.01)
-    predicted = fitting.tokens_per_second(config, H200)
-    assert predicted == pytest.approx(speed, rel=0.08 if "lora" in model else 0.03)
+@pytest.mark.parametrize(("words", "rows", "tokens", "gib", "speed", "kernel"), FIGURES["measured"])
+def test_models_take_measured_memory_and_time(words, rows, tokens, gib, speed, kernel):
+    attention = AttentionConfig("flash", {"kernel": kernel})
+    sizes = {"batch_size": rows, "seq_len": tokens, "accumulate": 1}
+    step = replace(workload(*words.split(), attention=attention, **sizes), validates=False)
+    assert predict(step).peak / GIB == pytest.approx(gib, rel=0.01)
+    predicted = fitting.tokens_per_second(step, H200)
+    assert predicted == pytest.approx(speed, rel=0.08 if "lora" in words else 0.03)
 
 
 def test_texts_with_pass_keys_longer_than_rows_count():
@@ -178,27 +159,11 @@ def test_advice_names_a_policy_that_the_optimizer_takes(request):
         assert change.startswith(advice)
 
 
-@pytest.mark.parametrize(
-    ("name", "tflops", "bandwidth", "fp8"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989, 3.35e12, True),
-        ("NVIDIA H100 PCIe", 756, 2e12, True),
-        ("NVIDIA A100-PCIE-40GB", 312, 1.555e12, False),
-        ("4090", 165, 1.008e12, True),
-        ("NVIDIA GeForce RTX 4090", 165, 1.008e12, True),
-        ("NVIDIA GeForce RTX 4070 Ti", 80, 504e9, True),
-        ("NVIDIA RTX 6000 Ada Generation", 364, 960e9, True),
-        ("Tesla V100-SXM2-32GB", 31.4, 0.9e12, False),
-        ("NVIDIA A10G", 70, 0.6e12, False),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None, True),
-        ("NVIDIA H200 MIG 1g.18gb", None, None, True),
-        ("Toaster", None, None, True),
-    ],
-)
-def test_a_gpu_is_known_by_its_name(name, tflops, bandwidth, fp8):
+@pytest.mark.parametrize(("name", "tflops", "gigabytes", "fp8"), FIGURES["cards"])
+def test_a_gpu_is_known_by_its_name(name, tflops, gigabytes, fp8):
     chip = hardware.chip(name, GIB)
     assert (chip.flops and chip.flops / 1e12) == (tflops and pytest.approx(tflops, rel=0.01))
-    assert (chip.bandwidth, chip.fp8) == (bandwidth, fp8)
+    assert (chip.bandwidth and chip.bandwidth / 1e9, chip.fp8) == (gigabytes, fp8)
 
 
 @pytest.mark.parametrize("controller", hardware.CONTROL_GROUPS)
