@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
@@ -49,7 +49,7 @@ class Callback:
     """An optional part of a run. All methods do nothing by default."""
 
     def __init__(self, parts: Parts) -> None:
-        """Take what it needs of a run."""
+        self.parts = parts
 
     @classmethod
     def check(cls, run: Run, data: Data) -> None:
@@ -108,11 +108,9 @@ class EarlyStopping(Callback):
     the run after `patience` validations without a lower one.
     """
 
-    def __init__(self, run: Run, log: RunLog) -> None:
-        self.run, self.log, self.patience = run, log, run.config.patience
-        self.loss: float | None = None
-        self.step = 0  # of the lowest loss
-        self.since = 0  # validations since then
+    loss: float | None = None  # the lowest
+    step = 0  # of the lowest loss
+    since = 0  # validations since then
 
     def validated(self, step: int, row: dict[str, Any]) -> None:
         # Before the first step there is no checkpoint to keep
@@ -126,27 +124,30 @@ class EarlyStopping(Callback):
     @property
     def kept_step(self) -> int:
         """The step whose checkpoint is not deleted; 0 for none."""
-        return self.step if self.run.config.keep_best else 0
+        return self.step if self.parts.run.config.keep_best else 0
 
     def ends(self) -> bool:
-        return self.patience is not None and self.since >= self.patience
+        patience = self.parts.run.config.patience
+        return patience is not None and self.since >= patience
 
     def ended(self) -> None:
-        if self.ends() and self.log.steps_done < self.run.max_steps:
-            self.log.say(
-                f"ended after step {self.log.steps_done:,}: {self.since:,} validations without a "
-                f"lower loss than {self.loss:.4f} after step {self.step:,} "
-                f"(patience={self.patience})"
+        run, log = self.parts.run, self.parts.log
+        if self.ends() and log.steps_done < run.max_steps:
+            log.say(
+                f"ended after step {log.steps_done:,}: {self.since:,} validations without a lower "
+                f"loss than {self.loss:.4f} after step {self.step:,} "
+                f"(patience={run.config.patience})"
             )
 
     def state(self) -> dict[str, Any]:
         state = {"loss": self.loss, "step": self.step, "since": self.since}
-        return state | {"kept": self.kept_step, "val_rows": self.run.val_rows}
+        return state | {"kept": self.kept_step, "val_rows": self.parts.run.val_rows}
 
     def restore(self, state: dict[str, Any]) -> None:
         # Losses of other sequences are not compared, nor one whose checkpoint was not kept
-        is_lost = self.run.config.keep_best and not state.get("kept")
-        if not is_lost and state.get("val_rows") == self.run.val_rows:
+        run = self.parts.run
+        is_lost = run.config.keep_best and not state.get("kept")
+        if not is_lost and state.get("val_rows") == run.val_rows:
             self.loss, self.step, self.since = state["loss"], state["step"], state["since"]
 
 
@@ -160,17 +161,18 @@ class Spikes(Callback):
     and loss > 1.1 · mean, or a nearly constant loss would raise an alarm.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
+    found = 0  # since the run began
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
         self.losses: deque[float] = deque(maxlen=WINDOW)
-        self.found = 0  # since the run began
 
     def logged(self, row: dict[str, Any]) -> None:
         """Add their count to `row`, absent if there is none; warn if this loss is one."""
         if "loss" in row and is_outlier(row["loss"], self.losses):
             self.found += 1
             spikes = count_of(self.found, "spike")
-            self.say(f"warning: loss spike at step {row['step']:,} ({spikes} in all)")
+            self.parts.log.say(f"warning: loss spike at step {row['step']:,} ({spikes} in all)")
         if math.isfinite(row.get("loss", math.nan)):
             self.losses.append(row["loss"])
         if self.found:
@@ -202,18 +204,15 @@ class Samples(Callback):
     all of a fixed number of tokens, so that weights may be sharded.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts, self.config = parts, parts.run.config
-
     def stepped(self, step: int) -> None:
-        every = self.config.sample_every
+        every = self.parts.run.config.sample_every
         if every is not None and (step == self.parts.run.max_steps or step % every == 0):
             self.parts.log.sample(step, self.parts.meter.tokens_seen, self.text())
 
     def text(self) -> str:
         """Return the prompt and the model's continuation, up to its end-of-text token."""
         tokenizer, prompt = self.parts.data.tokenizer, self.prompt()
-        choose = Sampler([0], TEMPERATURE, seed=self.config.seed)
+        choose = Sampler([0], TEMPERATURE, seed=self.parts.run.config.seed)
         module = self.parts.state.module
         with scoring(module, self.parts.parallel), sharding.unsharded(module.model):
             decoder = decoder_of(module.model, 1, len(prompt) + SAMPLE_TOKENS, graphs=False)
@@ -231,8 +230,8 @@ class Samples(Callback):
     def prompt(self) -> list[int]:
         """Return the tokens of sample_prompt=, or the first ones of a document."""
         data, tokenizer = self.parts.data, self.parts.data.tokenizer
-        if self.config.sample_prompt is not None:
-            return tokenizer.encode_prompt(self.config.sample_prompt)
+        if (given := self.parts.run.config.sample_prompt) is not None:
+            return tokenizer.encode_prompt(given)
         # Unseen text, if there is any; always the same document
         split = "val" if data.count("val") else "train"
         ids = next(iter(data.documents(split))).ids[:PROMPT_TOKENS].tolist()

@@ -74,9 +74,9 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stops: Stops, saver: Saver) 
     if objective.prepare is not None:
         prepared = objective.prepare(run, data, state.module, parallel)
     sequences = Sequences(run, data)
-    early_stopping = EarlyStopping(run, log)
     meter = Meter(run.workload, parallel, objective.figures)
-    spikes, parts = Spikes(log.say), Parts(run, data, parallel, state, meter, log)
+    parts = Parts(run, data, parallel, state, meter, log)
+    spikes, early_stopping = Spikes(parts), EarlyStopping(parts)
     callbacks = Callbacks([spikes, early_stopping], parts)
 
     # Whatever has a state is registered here, by its name in checkpoints
