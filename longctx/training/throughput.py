@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.attention.communication import Clock, elapsed_ms, now
+from longctx.attention.communication import elapsed_ms, now
 from longctx.parallel.mesh import Parallel
 from longctx.spec import hardware
 from longctx.spec.step import Workload
@@ -56,7 +56,8 @@ class Meter:
         self.steps_before = 0  # those of them before this process
         # Loss, sums of the figures, their counts
         self.sums = torch.zeros(1 + 2 * len(self.names), dtype=torch.float64, device=self.device)
-        self.counts: list[float] = [0, 0, 0, 0]  # target tokens, real tokens, all tokens, pairs
+        # Target tokens, real tokens, all tokens, pairs; on the host
+        self.counts = torch.zeros(4, dtype=torch.float64)
         self.waited = 0.0  # seconds for data
         self.aside = 0.0  # seconds of validation and checkpoints
 
@@ -84,9 +85,8 @@ class Meter:
             self.sums[1:] += figures.flatten() * self.parallel.counted_once(1)
         self.steps += 1
         for micro in batch:
-            counted = (micro.scored, micro.real, micro.tokens.numel(), micro.pairs)
-            mine = map(self.parallel.counted_once, counted)
-            self.counts = [total + count for total, count in zip(self.counts, mine, strict=True)]
+            counted = micro.scored, micro.real, micro.tokens.numel(), micro.pairs
+            self.counts += torch.tensor(counted) * self.parallel.counted_once(1)
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -126,7 +126,11 @@ class Meter:
             row["mfu"] = flops / (elapsed * self.flops_of_device * self.parallel.ranks)
         if self.parallel.clock is not None:
             row["tokens_per_second_per_device"] = real / elapsed / self.parallel.ranks
-            row["communication_ms"] = self._communication_ms(self.parallel.clock)
+            # In the mean over the ranks. Nobody measures the waits of FSDP2's own collectives
+            here = self.steps - self.steps_before
+            waits = torch.tensor(self.parallel.clock.take(), device=self.device)
+            waits = self.parallel.all_reduce_sum(waits.double()) / self.parallel.ranks
+            row["communication_ms"] = 1000 * float(waits) / max(here, 1)
         row |= measured(self.device) | self.times(ended)
         self._begin_window(ended)
         return row
@@ -136,15 +140,6 @@ class Meter:
         here = until - self.started
         all_devices = self.device_seconds + here * self.parallel.ranks
         return {"seconds": self.seconds + here, "device_seconds": all_devices}
-
-    def _communication_ms(self, clock: Clock) -> float:
-        """Return how long the ranks wait in collectives in a step, their mean.
-
-        FSDP2 issues collectives of its own, whose waits nobody measures.
-        """
-        waits = torch.tensor(clock.take(), dtype=torch.float64, device=self.device)
-        waits = 1000 * self.parallel.all_reduce_sum(waits) / max(self.steps - self.steps_before, 1)
-        return float(waits) / self.parallel.ranks
 
     def state(self) -> dict[str, Any]:
         """Return the plain values for a checkpoint, summed over the ranks; all ranks call it."""
@@ -169,15 +164,15 @@ class Meter:
         self.steps = self.steps_before = int(state["steps"])
         # The saved sums are over all ranks, so only one rank may add them
         if self.parallel.is_first:
-            self.counts = [float(count) for count in state["counts"]]
+            self.counts += torch.tensor(state["counts"])
             self.sums.copy_(torch.tensor([state["loss"], *state["figures"]], dtype=torch.float64))
 
     def _over_ranks(self) -> tuple[list[float], list[float]]:
         """Return sums and counts of this window over all ranks; waits for the device."""
         # One collective for all of them
-        counts = torch.tensor(self.counts, dtype=torch.float64, device=self.device)
-        totals = self.parallel.all_reduce_sum(torch.cat([self.sums, counts])).tolist()
-        return totals[: -len(counts)], totals[-len(counts) :]
+        sums = torch.cat([self.sums, self.counts.to(self.device)])
+        totals = self.parallel.all_reduce_sum(sums).tolist()
+        return totals[: len(self.sums)], totals[len(self.sums) :]
 
 
 def means(names: tuple[str, ...], sums_and_counts: list[float]) -> dict[str, float]:
