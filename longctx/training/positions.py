@@ -49,8 +49,7 @@ class LossByPosition:
         documents, *nats = reaching[longest, : 1 + longest].tolist()
         rows = []
         for bucket, total in enumerate(nats):
-            first = 2**bucket
-            tokens = int(documents) * first
+            first, tokens = 2**bucket, int(documents) * 2**bucket
             row = {"first": first, "last": 2 * first - 1, "tokens": tokens}
             rows.append(row | {"nats": total, "loss": total / tokens})
         return rows

@@ -186,7 +186,7 @@ def closing_lines(
     ran = ", ".join(f"{backend}: {kernel}" for backend, kernel in kernels.items())
     lines |= {"attention": ran or "did not run", "run": str(folder)}
     if checkpoints(folder):
-        path = " ".join([shlex.quote(str(folder)), *([shlex.quote(plugins)] if plugins else [])])
+        path = shlex.join(filter(None, [str(folder), plugins]))
         more = f" max_steps={2 * steps}" if finished else ""
         text = f"chat {path}" if chat else f"generate {path} prompt='Once upon a time'"
         commands = {"evaluate": f"eval {path}", "write text": text}

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+from torch.nn.utils.rnn import pad_sequence
 
 from longctx.data.preferences import CHOSEN, REJECTED, SIDES, UNRELATED
 from longctx.data.sequences import IGNORED
@@ -55,10 +56,8 @@ def collate(sequences: Sequence[Mapping[str, Tensor]], windows: Windows = NO_WIN
     counts = [len(sequence["documents"]) for sequence in sequences]
     reference = None
     if "reference" in sequences[0]:
-        reference = torch.zeros(len(sequences), max(counts), SIDES)
-        for row, sequence in enumerate(sequences):
-            reference[row, : counts[row]] = sequence["reference"]
-        reference = reference.flatten(1)
+        tables = [sequence["reference"] for sequence in sequences]
+        reference = pad_sequence(tables, batch_first=True).flatten(1)
     batch.scored = sum(counts)
     batch.weight = 1.0 / torch.tensor(float(max(batch.scored, 1)))
     return AnswerBatch(batch, SIDES * max(counts), reference)
