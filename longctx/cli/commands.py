@@ -165,7 +165,8 @@ def help_text(name: str, arguments: Iterable[str] = ()) -> str:
     # The lists below have the names that plugins register
     own = [argument for argument in arguments if argument.startswith("plugins=")]
     parse.given_values(TrainConfig if command.trains else command.schema, own)
-    summary, examples, *_ = inspect.cleandoc(command.schema.__doc__ or "").split("\n\n")
+    # Meanings of keys come after the examples
+    summary, examples, *_ = [*inspect.cleandoc(command.schema.__doc__ or "").split("\n\n"), ""]
     lines = [summary, "", textwrap.indent(examples, "  ")]
     groups = presets.chosen(command.schema, {})
     lines += ["", "Presets (group=name):"] if groups else []
