@@ -10,13 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longctx.attention import Mask
-from longctx.attention.description import AttentionConfig
 from longctx.cli import compose
 from longctx.config.asked import workload_of
-from longctx.kernels import HAS_TRITON
 from longctx.model import GPT, fp8, lora
 from longctx.model.fp8 import GRADIENTS, VALUES, Product, quantized
-from longctx.model.layers import Block, Linear
+from longctx.model.layers import Linear
 from longctx.planner.peak_memory import _Step
 from longctx.spec.model_config import GPTConfig, LoraConfig
 from tests.inputs import DEVICE, inputs
@@ -29,15 +27,6 @@ def rounded(x: Tensor, dtype: torch.dtype = VALUES) -> Tensor:
     """x (..., C) as FP8 holds it, in fp64."""
     rows, _, scale = quantized(x.detach().reshape(-1, x.shape[-1]), dtype, columns=False)
     return (rows.double() * scale.double()).view(x.shape)
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our kernels compute, without a GPU in Triton's interpreter."""
-    if not HAS_TRITON:
-        pytest.skip("runs our kernels, which are in Triton: it is for Linux alone")
-    if DEVICE == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def layer_in_fp8(bias: bool = False) -> Linear:
@@ -77,7 +66,7 @@ def test_in_eval_mode_a_layer_computes_in_the_dtype_of_its_input():
     assert torch.equal(layer(x), F.linear(x, layer.weight))
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("with_output", [True, False])
 def test_the_fused_mlp_is_the_formula(with_output):
     layer = layer_in_fp8()
@@ -89,10 +78,10 @@ def test_the_fused_mlp_is_the_formula(with_output):
     assert with_output or not y.any()
     gate, up = gate_up.chunk(2, dim=-1)
     act = F.silu(gate) * up
-    exact = act.double()
     if with_output:
         torch.testing.assert_close(y.double(), rounded(act) @ rounded(layer.weight).t(), **CLOSE)
-    (want,) = torch.autograd.grad(exact, gate_up, rounded(dy, GRADIENTS) @ rounded(layer.weight))
+    dact = rounded(dy, GRADIENTS) @ rounded(layer.weight)
+    (want,) = torch.autograd.grad(act.double(), gate_up, dact)
     torch.testing.assert_close(grads[0], want, **CLOSE)
     dweight = rounded(dy, GRADIENTS).t() @ rounded(act)
     torch.testing.assert_close(grads[1].double(), dweight, rtol=1e-2, atol=0.3)
@@ -105,40 +94,35 @@ def test_a_compiled_layer_has_the_same_gradients():
     assert torch.equal(*grads)
 
 
-@pytest.mark.usefixtures("kernels")
+def model_of(precision: str, memory: str = "fast", **choices: object) -> GPT:
+    torch.manual_seed(3)
+    model = GPT(GPTConfig(**SIZES), memory=memory)
+    return (fp8.convert(model, **choices) if precision == "fp8" else model).to(DEVICE)
+
+
+@pytest.mark.usefixtures("interpreter")
 def test_a_block_saves_as_many_bytes_more_or_fewer_as_is_planned():
     """Than one in 16 bits, for N tokens that need no padding."""
-    N, sizes = 32, {name: size for name, size in SIZES.items() if name != "layers"}
-    config, saved, planned = GPTConfig(**sizes, layers=1), [], []
+    N, saved, planned, config = 32, [], [], GPTConfig(**SIZES)
     request = replace(compose("train", ["memory=fast"]).config, seq_len=N, batch_size=1)
     cos = torch.ones(1, N, 1, config.head_size // 2, device=DEVICE)
     for precision in ("bf16", "fp8"):
-        block = Block(config.block(0), AttentionConfig("flash")).to(DEVICE)
+        block, storages = model_of(precision).blocks[0], []
         x = inputs(1, N, 64).half().requires_grad_()
-        for layer in block.modules():
-            if precision == "fp8" and isinstance(layer, Linear):
-                layer.product = Product()
-        storages = {}
 
-        def keep(t: Tensor, storages: dict[int, int] = storages) -> Tensor:
-            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        def keep(t: Tensor, storages: list[tuple[int, int]] = storages) -> Tensor:
+            storages.append((t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()))
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             angles = cos, torch.zeros_like(cos)
             block(x, angles, Mask.causal().bind(1, N, N, x.device))
         of_weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
-        saved.append(sum(size for at, size in storages.items() if at not in of_weights))
+        saved.append(sum(size for at, size in set(storages) if at not in of_weights))
         work = workload_of(replace(request, precision=precision, model=config), "cuda", N)
         planned.append(_Step(replace(work, accumulate=1)).saved_by_block[0])
     scales = 64  # bytes at most
     assert saved[1] - saved[0] == pytest.approx(planned[1] - planned[0], abs=scales)
-
-
-def model_of(precision: str, memory: str = "fast", **choices: object) -> GPT:
-    torch.manual_seed(3)
-    model = GPT(GPTConfig(**SIZES), memory=memory)
-    return (fp8.convert(model, **choices) if precision == "fp8" else model).to(DEVICE)
 
 
 def losses(model: GPT, steps: int) -> list[float]:
@@ -167,7 +151,6 @@ def test_recomputed_blocks_have_the_gradients_of_saved_ones():
     grads = []
     for memory in ("fast", "balanced", "long"):
         model = model_of("fp8", memory)
-        losses(model, 0)
         tokens = torch.arange(60, device=DEVICE).view(2, 30)
         with torch.autocast(DEVICE, torch.bfloat16):
             model(tokens, tokens).backward()
