@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import longctx
 from longctx import cli
-from longctx.config.eval_config import GenerateConfig
 from longctx.data import Tokenizer
-from longctx.generation import Completion, texts_and_chats
+from longctx.generation import Completion
 from tests.hf.families.parity import SIZES, reference, write_tokenizer
 
 TEMPLATE = (
@@ -39,12 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def generate(folder: Path, *arguments: str) -> int:
     return cli.main(["generate", str(folder), "device=cpu", f"max_new_tokens={NEW}", *arguments])
-
-
-def talk(folder: Path, *arguments: str) -> int:
-    """Chat with the lines of stdin."""
-    words = ("device=cpu", f"max_new_tokens={NEW}", "temperature=0", *arguments)
-    return cli.main(["chat", str(folder), *words])
 
 
 def expected(folder: Path, prompt: str | list[dict[str, str]]) -> str:
@@ -97,7 +90,8 @@ def test_prompts_of_a_file_are_answered_in_their_order(folder, tmp_path):
     prompts: list[Any] = ["a", chat, "a rose is a rose in 20", "a\u2028b"]
     rows = [{"prompt": x} if isinstance(x, str) else {"messages": x} for x in prompts]
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n")
+    text = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    file.write_bytes(f"\ufeff{text}\r\n".encode())  # as editors on Windows write it
     for batch_size in (2, 3):
         arguments = (f"prompts={file}", f"out={out}", f"batch_size={batch_size}", "temperature=0")
         assert generate(folder, *arguments) == 0
@@ -106,18 +100,12 @@ def test_prompts_of_a_file_are_answered_in_their_order(folder, tmp_path):
         assert [row["text"] for row in answers] == [expected(folder, x) for x in prompts]
 
 
-def test_a_prompt_file_may_be_from_windows(folder, tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_bytes(b'\xef\xbb\xbf{"prompt": "a rose"}\r\n')
-    config = GenerateConfig(str(folder), prompts=str(file))
-    assert [prompt for _, prompt in texts_and_chats(config)] == ["a rose"]
-
-
 def test_a_chat_remembers_what_was_said(folder, capfd, monkeypatch):
     """But a message that would end its own turn, which is refused alone."""
     monkeypatch.setattr("sys.stdin", io.StringIO("a rose\n\n<eos>\n<special> \nin 18"))
     system = {"role": "system", "content": "be brief"}
-    assert talk(folder, "system=be brief") == 0
+    words = ("device=cpu", f"max_new_tokens={NEW}", "temperature=0", "system=be brief")
+    assert cli.main(["chat", str(folder), *words]) == 0
     said, answers = [system], []
     for message in ("a rose", "<special>", "in 18"):
         said.append({"role": "user", "content": message})
@@ -163,20 +151,12 @@ def test_a_model_larger_than_the_memory_is_one_line(tmp_path, monkeypatch, capsy
     assert not (tmp_path / "out.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["prompts=b.jsonl", "prompt=a"],
-        ["prompts=nowhere.jsonl"],
-        ["prompts=a.csv"],
-        ["chat=true"],
-        ["top_k=5", "temperature=0"],
-        ["out=answers.txt"],
-        ["out=b.jsonl", "prompts=b.jsonl"],
-    ],
-)
-def test_mistakes_are_one_line(arguments, folder, refused):
-    refused(generate(folder, *arguments), arguments[0])
+def test_mistakes_are_one_line(folder, refused):
+    for mistake, other in (
+        *(("prompts=nowhere.jsonl", "prompt=a"), ("chat=true", "seed=1")),
+        *(("out=b.jsonl", "prompts=b.jsonl"), ("top_k=5", "temperature=0")),
+    ):
+        refused(generate(folder, mistake, other), mistake)
 
 
 def test_lines_that_are_no_prompts_are_named(folder, tmp_path, refused):
