@@ -17,6 +17,7 @@ from pathlib import Path
 
 FULL_DISK = 74  # EX_IOERR of sysexits.h: nothing about the request is wrong
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL_TEXTS = tuple(map(os.strerror, FULL))
 DAY = 86_400.0  # seconds after which a half-written file is of a killed process
 PARTIAL = re.compile(r"\..+\.\d+(\.\w+)?|\.step-\d+\.ckpt\.(partial|removed)")
 
@@ -99,18 +100,11 @@ def is_full(error: BaseException | None) -> bool:
     """Return True if `error`, or one that it was raised from, is of a full disk or a quota. Errors
     of libraries and other processes have only the text.
     """
-    return any(
-        getattr(cause, "errno", None) in FULL
-        or any(os.strerror(number) in str(cause) for number in FULL)
-        for cause in causes(error)
-    )
-
-
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, its cause, the cause of that, and so on."""
     while error is not None:
-        yield error
+        if getattr(error, "errno", None) in FULL or any(x in str(error) for x in FULL_TEXTS):
+            return True
         error = error.__cause__ or error.__context__
+    return False
 
 
 def one_line(error: BaseException) -> str:
@@ -131,9 +125,7 @@ def open_closed_streams() -> None:
 def silence_stdout() -> None:
     """Let what this process prints from now on be lost, since nobody reads it."""
     # Python flushes at exit: a closed pipe would then end the command with an error.
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.close(null)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def exit_code(error: BaseException) -> int:
