@@ -68,13 +68,6 @@ def a_run(here: Path) -> Path:
     return here / "runs" / "a"
 
 
-def test_names_of_a_plugin_train_and_are_recorded(a_run):
-    config = yaml.safe_load((a_run / "config.yaml").read_text())
-    assert (config["attention"]["backend"], config["data"]["source"]) == ("mine", "poems")
-    path, _, digest = config["plugins"][0].partition(plugins.HASH)
-    assert (Path(path).name, len(digest)) == ("my.py", 64)
-
-
 def test_a_recorded_plugin_runs_only_if_it_is_named(a_run, refused, capsys):
     (a_run.parents[1] / "my.py").write_text("raise AssertionError('it ran')")
     shutil.copy(a_run / "config.yaml", a_run / "run.yaml")
@@ -91,7 +84,11 @@ def test_a_recorded_plugin_runs_only_if_it_is_named(a_run, refused, capsys):
         refused(cli.main(command), f"plugins=[{a_run.parents[1]}/my.py]")
 
 
-def test_a_run_resumes_and_is_evaluated_with_its_plugin(a_run, capsys):
+def test_a_run_records_resumes_and_is_evaluated_with_its_plugin(a_run, capsys):
+    config = yaml.safe_load((a_run / "config.yaml").read_text())
+    assert (config["attention"]["backend"], config["data"]["source"]) == ("mine", "poems")
+    path, _, digest = config["plugins"][0].partition(plugins.HASH)
+    assert (Path(path).name, len(digest)) == ("my.py", 64)
     with (a_run.parents[1] / "my.py").open("a") as file:
         file.write("# edited\n")
     forget()
@@ -140,17 +137,13 @@ def test_plan_knows_a_backend_of_a_plugin(here, capsys):
         ("bad.py", "x = 1\n\nraise KeyError('a\\nb')\n", "plugins=bad.py: line 3: KeyError"),
         ("bad.py", "import nowhere.at.all\n", "plugins=bad.py: line 1: ModuleNotFoundError"),
         ("none.py", None, "plugins=none.py: no such file"),
+        ("my.py", PLUGIN.replace('f"Line {number} of a poem. " * 30', "None"), "poem 0: its text"),
     ],
 )
 def test_a_bad_plugin_is_one_line_that_names_it(name, text, message, here, refused):
     if text is not None:
         (here / name).write_text(text)
-    refused(cli.main(["train", f"plugins=[{name}]"]), message)
-
-
-def test_a_text_that_is_missing_is_one_line(here, refused):
-    (here / "my.py").write_text(PLUGIN.replace('f"Line {number} of a poem. " * 30', "None"))
-    refused(cli.main(["train", "plugins=[my.py]", *RUN]), "poem 0: its text is a NoneType")
+    refused(cli.main(["train", f"plugins=[{name}]", *RUN]), message)
 
 
 KEYS = """

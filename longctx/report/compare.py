@@ -11,7 +11,6 @@ import csv
 import io
 import json
 import re
-from collections import Counter
 from collections.abc import Sequence
 from importlib import resources
 from itertools import chain
@@ -64,10 +63,8 @@ def compare(
         notes.append("price= is that of an hour of a GPU, and no run had one")
     view = table_of(found, price)
     # Before anything is printed: a mistake in `out` is one line
-    for key, path, text in (
-        ("out", out, page(found, view, notes)),
-        ("table", table, csv_of(found)),
-    ):
+    outputs = [("out", out, page(found, view, notes)), ("table", table, csv_of(found))]
+    for key, path, text in outputs:
         if path is not None:
             with named(f"{key}={path}", "cannot be written: {}", (OSError,)):
                 files.write_text(path, text)
@@ -107,9 +104,9 @@ def read_all(paths: Sequence[Path], price: float | None) -> tuple[list[RunRecord
     if not runs:
         raise problems[0]
     # Runs in different folders can have the same name
-    counts = Counter(run.label for run in runs)
+    names = [run.label for run in runs]
     for run in runs:
-        if counts[run.label] > 1:
+        if names.count(run.label) > 1:
             run.label = str(run.folder)
     notes = [note for run in runs for note in run.notes]
     notes += [*not_ranked(runs), *lock_differences(runs)]
