@@ -2,8 +2,10 @@
 
 import re
 import shutil
+from pathlib import Path
 
 import pytest
+import yaml
 
 from longctx import cli
 from longctx.cli import commands
@@ -16,8 +18,7 @@ from longctx.runs import run_folder
 from longctx.training.run import scheduled
 
 PRESETS = sorted((path.parent.name, path.stem) for path in presets.CONFIGS.glob("*/*.yaml"))
-MIX = "data=mix data.mix.code.source=embedded"
-EXPERTS = "model=tiny model.experts.count=4"
+MISTAKES = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text())
 
 
 def compose(*words: str, gpu: bool = False) -> Request[TrainConfig]:
@@ -28,7 +29,11 @@ def needed(group: str, name: str) -> list[str]:
     """Return the keys without which a preset is refused."""
     init = ["init=somewhere"]
     by_group = {"rope": init, "objective": ["data=text", "data.path=x", *init]}
-    by_preset = {"text": ["data.path=x"], "hub": ["data.path=x"], "mix": MIX.split()[1:]}
+    by_preset = {
+        "text": ["data.path=x"],
+        "hub": ["data.path=x"],
+        "mix": ["data.mix.a.source=embedded"],
+    }
     by_preset |= {"abf": ["rope.theta=5000000"]}
     return by_group.get(group, []) + by_preset.get(name, [])
 
@@ -87,58 +92,20 @@ def test_model_auto_follows_the_device_and_keeps_overrides():
     assert compose("model=350m", gpu=True).choices["model"] == "350m"
 
 
-# The message begins with the word, which has the key and the value
-REFUSED = """
-attention= memory=short seq_len seq_len=abc seq_len=4.5 seq_len=null seq_len=[1 seq_len=0
-seq_len=-4096 seq_len=99999999999999999999 seq_len=1,2 seed=range(1,4) =3 ~model min_lr_ratio=2
-lr=nan lr=high betas=3 wandb.mode=sometimes device=tpu compile=perhaps clip=0 batch_size=0
-workers=-1 name= model.heads=3 model.window_layers=[0] model.nope_layers=[4] rope=yarn
-data.val_fraction=2 data.errors=replace data.mix=3 data.text_column=body rope.factor=2
-memory.recompute=all memory.offload=2 memory.mlp_tile=-1 optimizer.momentum=0.9 lora.rank=0
-lora.scaling=3 passkey.samples=3 passkey.lengths=[] sample_prompt=x bf16_layers=[0]
-deterministic=maybe seq_len_schedule=[[2048]] seq_len_schedule=[[128.5,2]]
-attention.options=3 seed=${oc.env:HOME} runs=${oc.env:HOME} attention.options=${oc.env:HOME}
-wandb.tags=[a,${oc.env:HOME}] --cfg=job --dry-run objective=odd lr_schedule=odd
-optimizer=odd lora.base=nf4 lr_decay_from=3 model.experts.per_token=1 data.turns=last
-"""
-# The message begins with the key of the last word
-CONTRADICTIONS = """
-name=../up | name=a/b | name=.. | name={a:1} | rope.theta=5e6 | passkey=yes | wandb={mode:online}
-passkey.lengths=[256,256] | seq_len_schedule=[[1000,5]] | seq_len=64 seq_len=128
-model.window=8 model.window_layers=[] | passkey=true passkey.enabled=false
-max_tokens=100 max_steps=5 | memory.recompute=mlp memory.offload=0.5
-MIX data.mix.code.errors=replace | MIX data.mix.code.split=test | MIX data.text_column=body
-optimizer=muon optimizer.momentum=1.5 | lora.rank=8 optimizer=muon
-betas=[0.9,0.999] memory.optimizer_state=bf16 | objective=dpo objective.gamma=1
-lora.rank=2 lora.scaling=0 | lora.rank=2 lora.targets=[] | lora.rank=2 lora.targets=[qkv,qkv]
-lr_schedule=constant min_lr_ratio=0.2 | lr_schedule=wsd lr_decay_from=3 lr_decay_share=0.5
-lr_schedule=wsd lr_decay_shape=steep | EXPERTS model.experts.per_token=5
-EXPERTS model.experts.dense_layers=[9]
-EXPERTS model.layers=1 model.experts.dense_layers=[0] | EXPERTS model.activation=gelu_tanh
-data=embedded objective=dpo | model.rope_scaling={rope_type:linear}
-"""
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        *((word, f"^{re.escape(word)}") for word in REFUSED.split()),
-        *((words, "") for words in re.split(r" \| |\n", CONTRADICTIONS.strip())),
-        ("seqlen=3", r"did you mean seq_len\?"),
-        ("tags=x", r"did you mean wandb\.tags\?"),
-        ("attention=flsh", r"did you mean flash\?"),
-        ("+foo=1", "foo is not a key"),
-        ("hydra.run.dir=/tmp/x", r"hydra\.run\.dir is not a key"),
-        ("model._target_=os.system", "_target_"),
-        ("model.rope_scaling.rope_type=linear", r"model\.rope_scaling\.factor is missing"),
-        ("attention.options.x=${oc.env:HOME}", r"attention\.options="),
+        *((word, f"^{re.escape(word)}") for word in MISTAKES["words"].split()),
+        *(
+            (words, re.escape(words.split()[-1].partition("=")[0]))
+            for words in MISTAKES["words together"].splitlines()
+        ),
+        *((words, re.escape(message)) for words, message in MISTAKES["remedies"].items()),
     ],
 )
 def test_a_mistake_names_the_key_or_the_remedy(words, message):
-    key = re.escape(words.split()[-1].partition("=")[0])
-    given = words.replace("MIX", MIX).replace("EXPERTS", EXPERTS).split()
-    with pytest.raises(ValueError, match=message or key) as caught:
-        compose(*given)
+    with pytest.raises(ValueError, match=message) as caught:
+        compose(*words.split())
     assert "\n" not in str(caught.value)
 
 
