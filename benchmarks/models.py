@@ -65,9 +65,10 @@ def known() -> list[str]:
 
 def families() -> set[str]:
     """Return the model_types that longctx computes, those of wrapped text models too."""
-    from longctx.hf.families import FAMILIES, multimodal
+    from longctx.hf.families import FAMILIES
+    from longctx.hf.families.config_json import WRAPPERS
 
-    wrappers = {kind for kind, text in multimodal.WRAPPERS.items() if text in FAMILIES}
+    wrappers = {kind for kind, text in WRAPPERS.items() if text in FAMILIES}
     return {*FAMILIES, *wrappers}
 
 

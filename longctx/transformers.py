@@ -52,6 +52,9 @@ TOLERANCE = 1e-4
 MAMBA_TOKENS = 61_000  # of a sequence; mamba-ssm counts on in 32 bits (mamba#1015)
 
 
+MaskOf = Callable[[int | None], Mask]  # of a layer's window
+
+
 class Documents:
     """The documents of a batch, and the mask of each window; modules that have one as `documents`
     ask it, not their arguments. Ranks may share the sequences, see `Shards`.
@@ -75,7 +78,7 @@ class Documents:
             return windowed if shards is None else shards.mask(windowed)
 
         # Of layers with a window, in the forward that runs or the one that is recomputed
-        self.mask_of: Callable[[int | None], Mask] = mask_of
+        self.mask_of: MaskOf = mask_of
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Tensor:
         """Return attention's output (B, T, H, D), saved for recomputation if a layer keeps it."""
@@ -85,9 +88,7 @@ class Documents:
         return self.attend_and_save(q, k, v, scores, mask, self.caller)
 
     @contextmanager
-    def attending(
-        self, attend_and_save: Callable[..., Tensor], mask_of: Callable[[int | None], Mask]
-    ) -> Iterator[None]:
+    def attending(self, attend_and_save: Callable[..., Tensor], mask_of: MaskOf) -> Iterator[None]:
         """Call this for the attention of the layer that is computed in the block, with its masks:
         other forwards may have begun since the one that is recomputed.
         """

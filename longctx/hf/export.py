@@ -18,7 +18,8 @@ from torch import Tensor
 from longctx import files, hub_snapshot, plugins, untrusted
 from longctx.data import Tokenizer
 from longctx.hf import model_folder
-from longctx.hf.families import multimodal, read_model, write_config
+from longctx.hf.families import read_model, write_config
+from longctx.hf.families.config_json import wraps
 from longctx.hf.stored import warn_of_not_finite, write_json
 from longctx.model import lora
 from longctx.model.gpt import GPT
@@ -27,7 +28,6 @@ from longctx.runs import run_folder
 from longctx.runs.checkpoints import not_finite, read, verify
 from longctx.spec.model_config import GPTConfig, LoraConfig
 
-SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -45,7 +45,7 @@ def export(
     out: str | Path,
     context: int | None = None,
     dtype: torch.dtype | None = None,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Write `model` to the new folder `out`, in files of at most about `shard_bytes`.
 
@@ -178,7 +178,7 @@ def run_adapter(
         positions = ("rope_theta", "rope_scaling", "context")
         if any(getattr(model.config, key) != getattr(source, key) for key in positions):
             opened_with = write_config(model.config, max(seq_len, model.config.context or 0))
-    export_adapter(model, added, base, out, opened_with, revision, multimodal.wraps(folder))
+    export_adapter(model, added, base, out, opened_with, revision, wraps(folder))
     print(f"{out}: {added.parameters(model.config):,} parameters of {file}, an adapter of {base}")
     if opened_with is not None:
         opening = f"open {base} with config=AutoConfig.from_pretrained('{out}')"

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longctx import files
-from longctx.hf.families import FAMILIES, family_of, multimodal, read_model, write_config
+from longctx.hf.families import FAMILIES, family_of, read_model, write_config
+from longctx.hf.families.config_json import text_name, wraps
 from longctx.hf.families.family import EMBEDDING, LM_HEAD
 from longctx.hf.stored import (
     BLOCKS,
@@ -94,18 +95,16 @@ def check_weights(config: GPTConfig, folder: Path) -> dict[str, Stored]:
 def text_tensors(folder: Path) -> dict[str, Stored]:
     """Return the tensors of the text model in `folder`, by their names in a folder of its own."""
     stored = inventory(folder)
-    packed = [name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)]
-    for name in packed:
-        if name + SCALES not in stored:
-            continue
-        blocks, scales = stored.pop(name + BLOCKS), stored.pop(name + SCALES)
-        shape = shape_of_mxfp4(blocks.shape, scales.shape)
-        both = {blocks.dtype, scales.dtype}
-        dtype = "BF16" if both == {"U8"} else "MXFP4 that is not in bytes"
-        stored[name] = blocks._replace(shape=shape, dtype=dtype, scales=scales)
-    if not multimodal.wraps(folder):
+    for name in [name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)]:
+        if name + SCALES in stored:
+            blocks, scales = stored.pop(name + BLOCKS), stored.pop(name + SCALES)
+            # Without a shape, which no tensor of a model has, if it is not in bytes
+            is_bytes = blocks.dtype == scales.dtype == "U8"
+            shape = shape_of_mxfp4(blocks.shape, scales.shape) if is_bytes else ()
+            stored[name] = blocks._replace(shape=shape, dtype="BF16", scales=scales)
+    if not wraps(folder):
         return stored
-    named = {multimodal.text_name(name): tensor for name, tensor in stored.items()}
+    named = {text_name(name): tensor for name, tensor in stored.items()}
     return {name: tensor for name, tensor in named.items() if name is not None}
 
 

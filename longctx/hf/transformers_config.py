@@ -81,9 +81,8 @@ class TransformersConfig(GPTConfig):
             f"optimizer={request.optimizer.name}": request.optimizer.traits.orthogonalizes,
             f"rope={request.rope.type}": request.rope.type != "keep",
             "memory.recompute=mlp": memory.recompute == "mlp",
+            **{f"memory.{x}": getattr(memory, x) not in (None, y) for x, y in WHOLE_LAYERS.items()},
         }
-        for name, unused in WHOLE_LAYERS.items():
-            used[f"memory.{name}"] = getattr(memory, name) not in (None, unused)
         refuse(*((x, f"{key}: {THEIRS} without it; leave it out") for key, x in used.items()))
         return replace(request, memory=replace(memory, **WHOLE_LAYERS))
 

@@ -43,11 +43,10 @@ def read_weights(config: TransformersConfig, folder: Path) -> Any:
         reason = str(error).strip().split("\n")[0][:200]
         raise ValueError(f"{folder}: transformers cannot read its weights: {reason}") from error
     whole, found = opened
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if names := sorted(map(str, found[problem])):
-            what = problem.removesuffix("_keys")
+    for kind in ("missing", "unexpected", "mismatched"):
+        if names := sorted(map(str, found[f"{kind}_keys"])):
             raise ValueError(
-                f"{folder}: {what} tensor {names[0]}: its weights are not those of its config.json"
+                f"{folder}: {kind} tensor {names[0]}: its weights are not those of its config.json"
             )
     return whole
 

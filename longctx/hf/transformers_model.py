@@ -26,8 +26,8 @@ from longctx.attention.context_parallel import Context, Shards
 from longctx.attention.description import AttentionConfig
 from longctx.config.fields import refuse
 from longctx.config.layout_config import MemoryConfig
+from longctx.hf.layer_memory import recompute
 from longctx.hf.transformers_config import TransformersConfig
-from longctx.hf.transformers_recompute import recompute
 from longctx.model.decoder import Decoder
 from longctx.model.gpt import GPT, Draw, settings_of
 from longctx.model.packed import is_packed
@@ -398,7 +398,6 @@ def in_precision_of_autocast(module: nn.Module, inputs: Any, x: Any) -> Any:
     """Return embedded or normed tokens in autocast's dtype: their fp32 weights make them fp32, and
     the residual stream and the inputs of products would take twice the memory.
     """
-    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
-        # Some modules of vectors return a tuple
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
+    # Some modules of vectors return a tuple
+    is_cast = isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type)
+    return x.to(torch.get_autocast_dtype(x.device.type)) if is_cast else x

@@ -15,7 +15,6 @@ from typing import Any
 
 from longctx import untrusted
 from longctx.config.fields import refuse
-from longctx.hf.families import multimodal
 from longctx.hf.families.config_json import ConfigJson
 from longctx.hf.families.family import FAMILIES, TABLES, Family, register
 from longctx.spec.model_config import GPTConfig
@@ -60,10 +59,8 @@ def read_config(folder: str | Path, by_transformers: str = "auto") -> GPTConfig:
         by_transformers = "never" if not isinstance(kind, str) or kind in FAMILIES else "always"
     if by_transformers == "never":
         return read_model(folder)[1]
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError(
-            f"{folder}: transformers has to compute this model: pip install 'transformers>=5'"
-        )
+    message = f"{folder}: transformers has to compute this model: pip install 'transformers>=5'"
+    refuse((importlib.util.find_spec("transformers") is None, message))
     from longctx.hf.transformers_model import described
 
     file = Path(folder) / "config.json"
@@ -84,7 +81,7 @@ def _text_model(folder: str | Path) -> ConfigJson:
         raise FileNotFoundError(
             f"{file}: no such file; give a folder with config.json and safetensors"
         )
-    return multimodal.text_model(ConfigJson(file, untrusted.read_settings(file)))
+    return ConfigJson(file, untrusted.read_settings(file)).text_model()
 
 
 def write_config(config: GPTConfig, context: int) -> dict[str, Any]:

@@ -1,5 +1,8 @@
 """Reading of a config.json, key by key. Every mistake is one ValueError that names file, key and
 value.
+
+Of multimodal folders, such as Gemma 3 from 4B up and Mistral 3, the text model is read and trained;
+an export is a folder of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +12,18 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from longctx import untrusted
 from longctx.config.rope_config import ORIGINAL, is_number
+
+# model_type of a multimodal config.json → that of its text_config, if it has none
+WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+# Names as folders have them, and as transformers has them in memory; in a text model's own folder
+PREFIXES = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "lm_head.": "lm_head.",
+}
 
 # Keys that change the computation → the values for GPT. A missing key has the first one. A family
 # may read a key itself, and other values with it.
@@ -34,13 +48,20 @@ class ConfigJson(dict[str, Any]):
         super().__init__(keys)
         self.file = file
 
-    def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigJson:
-        """Return the same with a value for each missing key of `defaults`."""
-        return ConfigJson(self.file, {**defaults, **self})
-
     def with_keys(self, **keys: Any) -> ConfigJson:
         """Return the same with `keys` in the place of its own."""
         return ConfigJson(self.file, self | keys)
+
+    def text_model(self) -> ConfigJson:
+        """Return the config.json of the text model, which may be all of it."""
+        default = WRAPPERS.get(str(self.get("model_type")))
+        if default is None:
+            return self
+        text, tied = self.get("text_config"), self.get("tie_word_embeddings")
+        if not isinstance(text, dict):
+            raise self.error(f"text_config={text!r} must be an object")
+        shared = {} if tied is None else {"tie_word_embeddings": tied}
+        return ConfigJson(self.file, {"model_type": default, **text, **shared})
 
     def size(self, key: str) -> int:
         """Return a whole number from 1 up."""
@@ -156,6 +177,17 @@ class ConfigJson(dict[str, Any]):
         if not is_number(value) or value <= 0:
             raise self.error(f"{key}={value!r} must be a number above 0")
         return float(value)
+
+
+def wraps(folder: Path) -> bool:
+    """Return True if the text model of `folder` is one model among others."""
+    return untrusted.read_settings(folder / "config.json").get("model_type") in WRAPPERS
+
+
+def text_name(name: str) -> str | None:
+    """Return the name that a tensor has in a folder of the text model alone, or None."""
+    prefix = next(filter(name.startswith, PREFIXES), None)
+    return None if prefix is None else PREFIXES[prefix] + name.removeprefix(prefix)
 
 
 def _short(value: Any) -> str:

@@ -32,7 +32,7 @@ class SmolLM3(Family):
         flags = source.get("no_rope_layers")
         if flags is None:
             name = "no_rope_layer_interval"
-            every = source.with_defaults({name: 4}).size(name)
+            every = source.with_keys(**{name: 4} | source).size(name)
             return list(range(every - 1, layers, every))
         return [n for n in range(layers) if not flags[n]]
 

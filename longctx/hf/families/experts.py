@@ -23,7 +23,7 @@ class BalancedExperts(Family):
 
     def read(self, source: ConfigJson) -> GPTConfig:
         # Here, since a coefficient of 0 must stay allowed
-        source = source.with_defaults({"router_aux_loss_coef": 0.001})
+        source = source.with_keys(**{"router_aux_loss_coef": 0.001} | source)
         if not source.get("output_router_logits"):
             source = source.with_keys(router_aux_loss_coef=0.0)
         return super().read(source)

@@ -133,7 +133,7 @@ class Family:
         """Return the model of a config.json; ValueError names the first key that GPT lacks."""
         if self.rope and not (source.get("rope_parameters") or source.get("rope_scaling")):
             source = source.with_keys(rope_parameters=self.rope)
-        source = source.with_defaults(self.defaults)
+        source = source.with_keys(**self.defaults | source)
         for other, key in self.aliases.items():
             if source.get(other) is not None:
                 source = source.with_keys(**{key: source.size(other)})
