@@ -31,8 +31,7 @@ BUDGETS = {
 # The parts that are over it, and by how many lines at most: a number here only gets smaller
 OVER: dict[str, int] = {
     "longctx": 2776,
-    "hf": 31,
-    "model": 47,
+    "model": 40,
     "parallel": 84,
     "runs": 12,
     "training": 260,
