@@ -33,7 +33,6 @@ OVER: dict[str, int] = {
     "longctx": 2776,
     "model": 40,
     "parallel": 84,
-    "runs": 12,
     "training": 260,
     "the rest": 338,
     "tests": 2399,

@@ -10,7 +10,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from longctx import files, untrusted
 
@@ -60,22 +60,18 @@ def verify(path: Path, reads: bool = True) -> None:
         # Anybody can write the JSON
         with suppress(Exception), untrusted.open_file(path / name, within=path) as file:
             # The size first: a sparse file of any size takes no space, and hours to read
-            has_size = os.fstat(file.fileno()).st_size == listed[name]["bytes"]
-            return bool(has_size and (not reads or checksum(file) == listed[name]["crc32"]))
+            if os.fstat(file.fileno()).st_size != listed[name]["bytes"]:
+                return False
+            crc32 = 0
+            while reads and (chunk := file.read(CHUNK)):
+                crc32 = zlib.crc32(chunk, crc32)
+            return not reads or bool(crc32 == listed[name]["crc32"])
         return False
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for name, is_same in zip(listed, pool.map(matches, listed), strict=True):
             if not is_same:
                 raise Damaged(path, f"damaged, the checksum of {name} differs")
-
-
-def checksum(file: BinaryIO) -> int:
-    """Return the CRC-32 of a file."""
-    value = 0
-    while chunk := file.read(CHUNK):
-        value = zlib.crc32(chunk, value)
-    return value
 
 
 def set_aside(path: Path) -> Path:

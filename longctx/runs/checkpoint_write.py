@@ -26,7 +26,6 @@ from longctx.files import one_line
 from longctx.runs import checkpoint_index
 from longctx.runs.checkpoint_index import AT_ONCE, FORMAT, INDEX
 
-# The last one is of packed weights
 IN_FILES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 SHARD = 1 << 30  # bytes of one file, unless a tensor is larger
 CHUNK = 1 << 24  # bytes that are written, and given to the disk, at one time
@@ -119,7 +118,7 @@ class Saving:
         self.seconds = 0.0  # from `begin` until then
         self.warning: str | None = None
         self._started = time.monotonic()
-        self._until = math.inf  # then rank 0 waits no longer for other ranks
+        self.until = math.inf  # then, or OTHERS later, rank 0 waits no longer for other ranks
 
     def begin(self, thread: ThreadPoolExecutor, memory: list[Tensor] | None = None) -> None:
         """Let `thread` write a copy of the tensors in `memory`. Without `memory` it writes the
@@ -134,11 +133,6 @@ class Saving:
         if memory is not None:
             self._copy(memory)
         self.written = thread.submit(self._write)
-
-    def give_up_soon(self) -> Path:
-        """Let rank 0 wait for other ranks OTHERS seconds at most; return the unfinished folder."""
-        self._until = time.monotonic() + OTHERS
-        return self.partial
 
     def _error(self, error: Exception) -> OSError:
         if not self.path.parent.exists():
@@ -186,7 +180,7 @@ class Saving:
         """Wait for the files of all ranks; return False if a run that fails has waited enough."""
         here = time.monotonic()
         while len(list(self.partial.glob("rank-*.json"))) < self.ranks:
-            if time.monotonic() > max(self._until, here + OTHERS):
+            if time.monotonic() > max(self.until, here + OTHERS):
                 return False
             time.sleep(PAUSE)
         return True

@@ -37,16 +37,13 @@ def path_for(folder: Path, stem: str, keys: Content) -> Path:
     keys = json.loads(json.dumps(keys))
     path = folder / f"{stem}.json"
     number = 1
-    while path.exists() and _request_of(path) != keys:
+    while path.exists():
+        with suppress(OSError, ValueError, AttributeError):  # not a file of ours: it stays
+            if untrusted.read_json(path, SIZE, folder).get("asked") == keys:
+                break
         number += 1
         path = folder / f"{stem}-{number}.json"
     return path
-
-
-def _request_of(path: Path) -> Any:
-    with suppress(OSError, ValueError, AttributeError):  # not a file of ours: it stays
-        return untrusted.read_json(path, SIZE, path.parent).get("asked")
-    return None
 
 
 def write(content: Content, path: Path) -> None:

@@ -7,6 +7,7 @@ checkpoint. One checkpoint is written at a time, and a failure is raised at the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,7 +19,7 @@ from longctx.model.offload import pinned
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
 from longctx.runs import checkpoints, run_folder
-from longctx.runs.checkpoint_write import Saving
+from longctx.runs.checkpoint_write import OTHERS, Saving
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB
 from longctx.training.run import Run
@@ -51,13 +52,14 @@ class Saver:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
         self.thread.shutdown(wait=False)
-        if kind is None or self.saving is None or issubclass(kind, KeyboardInterrupt):
+        saving = self.saving
+        if kind is None or saving is None or issubclass(kind, KeyboardInterrupt):
             return
-        partial = self.saving.give_up_soon()
+        saving.until = time.monotonic() + OTHERS
         try:
-            self._written(self.saving)
+            self._written(saving)
         except OSError as problem:
-            files.remove(partial)  # the disk may be full
+            files.remove(saving.partial)  # the disk may be full
             if str(problem) != str(error):  # else the command ends with it
                 self.log.say(str(problem))
 

@@ -114,7 +114,7 @@ def test_a_rank_that_cannot_write_leaves_nothing(tmp_path, monkeypatch):
     with files_below(100_000):
         savings = [save(rank) for rank in range(RANKS)]
         problems = [str(saving.written.exception()) for saving in savings[1:]]
-        savings[0].give_up_soon()
+        savings[0].until = 0.0
         assert savings[0].written.exception() is None
     assert "File too large" in problems[0] and problems[1] == "None"
     assert not (tmp_path / "x").exists()

@@ -9,8 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +24,6 @@ from longctx.runs import metrics, metrics_file, tracking
 from longctx.runs.metrics import BY_POSITION
 from longctx.runs.tracking import Tracker
 from longctx.runs.wandb_copy import send_run, wandb_mode
-from tests.processes import children, is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,27 +90,6 @@ def test_a_killed_process_is_one_line(tmp_path):
         tracker.log(row)
     assert "wandb is off" in str(tracker.problem()) and tracker.problem() is None
     assert tracker.finish(0) is None and metrics_file.read(tmp_path) == ROWS
-
-
-def send_to_all(processes: Iterable[int], number: int) -> None:
-    """Send a signal to those of wandb's processes that live: some ask only for git's version."""
-    for process in filter(is_alive, processes):
-        with suppress(ProcessLookupError):
-            os.kill(process, number)
-
-
-@pytest.mark.slow
-def test_a_core_that_hangs_delays_no_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("longctx.runs.tracking.PATIENCE", 1.0)
-    tracker, process = begun(tmp_path)
-    cores = children(process)
-    send_to_all(cores, signal.SIGSTOP)
-    for row in ROWS:
-        tracker.log(row)
-    assert "wandb sync" in str(tracker.finish(0)) and tracker.problem() is None
-    assert metrics_file.read(tmp_path) == ROWS
-    send_to_all(cores, signal.SIGCONT)
-    assert whole_copy(tmp_path) == ROWS
 
 
 @pytest.mark.slow
