@@ -78,12 +78,12 @@ def resolve(
             )
     for callback in CALLBACKS.values():
         callback.check(run, data)
-    texts = pretrained.texts_for_export(data, choice.weights)
     source = ", rope ".join(filter(None, (choice.source, choice.rope)))
     run = replace(run, model_source=source, data=data, plan=plan, saved=run.settings())
     run = kernel_lock.locked(resume.continued(run) if config.resume else run)
     if config.resume:
         return run
+    texts = pretrained.texts_for_export(data, choice.weights)
     # A dry run makes no folder
     named = request.choices | {"model": choice.name}
     if named["attention"] == AUTO:
