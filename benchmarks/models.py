@@ -65,10 +65,9 @@ def known() -> list[str]:
 
 def families() -> set[str]:
     """Return the model_types that longctx computes, those of wrapped text models too."""
-    from longctx.hf.families import FAMILIES
-    from longctx.hf.families.config_json import WRAPPERS
+    from longctx.hf.families import FAMILIES, config_json
 
-    wrappers = {kind for kind, text in WRAPPERS.items() if text in FAMILIES}
+    wrappers = {kind for kind, text in config_json.WRAPPERS.items() if text in FAMILIES}
     return {*FAMILIES, *wrappers}
 
 
