@@ -3,11 +3,13 @@ trained, and decoding, memory and checkpoints follow.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import Tensor
 
 from longctx import cli
@@ -22,47 +24,24 @@ from longctx.model.decoder import Decoder
 from longctx.parallel.devices import check_attention
 from longctx.planner.peak_memory import KEPT, predict
 from longctx.spec.experts import ExpertsConfig
-from longctx.spec.model_config import LoraConfig, Multipliers
+from longctx.spec.model_config import LoraConfig
 from tests.model.test_recompute import FEW
 
-SMALL = GPTConfig(
+SIZES = {
     **{"vocab_size": 61, "layers": 3, "channels": 24, "heads": 6, "kv_heads": 2, "ffn": 40},
     **{"init_std": 0.3, "qk_norm": "head", "window": 5, "window_layers": [0, 2]},
-)
-FEATURES: dict[str, dict[str, Any]] = {
-    "sandwich": {"norms": "sandwich", "norm_plus_one": True},
-    "two ropes": {"window_rope_theta": 300.0, "rope_theta": 40000.0},
-    "softcap": {"softcap": 0.7},
-    "sinks": {"sinks": True},
-    "query growth": {"query_growth": [0.4, 4.0]},
-    "rotary share": {"rotary_share": 0.5},
-    "multipliers": {"multipliers": Multipliers(3.0, 0.4, 0.2, 5.0), "norms": "sandwich"},
-    "post": {"norms": "post"},
-    "whole": {"qk_norm": "whole"},
-    "after rope": {"qk_norm_after_rope": True},
-    "gate": {"attention_gate": "channel", "norms": "sandwich"},
-    "scale": {"attention_scale": 0.3},
-    "gelu": {"activation": "gelu_tanh"},
-    "experts": {"experts": ExpertsConfig(5, 3, ffn=16, dense_layers=[1])},
-    "shared experts": {
-        "experts": ExpertsConfig(
-            **{"count": 6, "per_token": 2, "ffn": 16, "router": "sigmoid_bias"},
-            **{"shared": 2, "scale": 1.7},
-        )
-    },
-    "raw sigmoid": {
-        "experts": ExpertsConfig(4, 2, router="sigmoid_bias", shared=1, normalize=False)
-    },
-    "raw weights": {"experts": ExpertsConfig(4, 2, normalize=False), "norms": "sandwich"},
 }
+SMALL = GPTConfig.of_saved(SIZES)
+CHANGES = yaml.safe_load(Path(__file__).with_name("features.yaml").read_text())
+FEATURES = {name: GPTConfig.of_saved(SIZES | changes) for name, changes in CHANGES.items()}
 ATTENTION = ["qkv", "out"]  # takes LoRA in every model
 DOCUMENTS = torch.repeat_interleave(torch.arange(3), torch.tensor([70, 19, 61]))
 TOKENS = torch.randint(61, (1, 150), generator=torch.Generator().manual_seed(2))
 
 
-def make(changes: dict[str, Any], attention: str = "flash", memory: str = "fast") -> GPT:
+def make(config: GPTConfig, attention: str = "flash", memory: str = "fast") -> GPT:
     torch.manual_seed(0)
-    model = GPT(replace(SMALL, **changes), attention, FEW[memory])
+    model = GPT(config, attention, FEW[memory])
     for name, p in model.named_parameters():
         if "norm" in name:
             torch.nn.init.normal_(p, mean=1.0, std=0.2)
@@ -203,10 +182,10 @@ def test_decoding_continues_the_formula(feature):
     torch.testing.assert_close(torch.stack(logits), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("feature", [name for name in FEATURES if "experts" not in FEATURES[name]])
+@pytest.mark.parametrize("feature", [name for name in FEATURES if not FEATURES[name].experts.count])
 def test_no_class_of_transformers_is_claimed_for_it(feature):
     with pytest.raises(ValueError, match="no class of"):
-        write_config(replace(SMALL, **FEATURES[feature]), 64)
+        write_config(FEATURES[feature], 64)
 
 
 def saved_activations(attention: str = "flash", **changes: Any) -> float:
