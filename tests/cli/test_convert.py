@@ -11,32 +11,7 @@ from longctx import cli
 from tests.hf.families.parity import write_tokenizer
 from tests.test_examples import SIZES, TEMPLATE
 
-AXOLOTL = """
-base_model: {model}
-adapter: lora
-lora_r: 4
-lora_alpha: 8
-lora_dropout: 0.05
-lora_target_modules: [q_proj, k_proj, o_proj, gate_proj]
-datasets:
-  - {{path: {data}, type: chat_template}}
-val_set_size: 0.2
-sequence_len: 256
-sample_packing: true
-micro_batch_size: 1
-gradient_accumulation_steps: 2
-num_epochs: 3
-optimizer: adamw_torch_fused
-lr_scheduler: cosine
-learning_rate: 2e-4
-bf16: auto
-tf32: false
-gradient_checkpointing: true
-flash_attention: true
-warmup_ratio: 0.1
-weight_decay: 0.0
-special_tokens: {{pad_token: "<pad>"}}
-"""
+AXOLOTL = Path(__file__).with_name("axolotl.yaml")
 
 
 def test_a_recipe_of_axolotl_runs_as_ours(tmp_path, monkeypatch, capsys):
@@ -45,14 +20,13 @@ def test_a_recipe_of_axolotl_runs_as_ours(tmp_path, monkeypatch, capsys):
     AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "model")
     write_tokenizer(tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
-    asked = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
-    chats = [
-        {"messages": [*asked, {"role": "user", "content": str(n)}, asked[1]]} for n in range(40)
-    ]
-    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    Path("theirs.yaml").write_text(AXOLOTL.format(model="model", data="chats.jsonl"))
+    answer = {"role": "assistant", "content": "c"}
+    for n in range(40):
+        chat = {"messages": [{"role": "user", "content": f"{n} b"}, answer] * 2}
+        with Path("chats.jsonl").open("a") as file:
+            file.write(json.dumps(chat) + "\n")
     capsys.readouterr()
-    assert cli.main(["convert", "theirs.yaml"]) == 0
+    assert cli.main(["convert", str(AXOLOTL)]) == 0
     ours, unread = capsys.readouterr()
     names = [line.partition("=")[0] for line in unread.splitlines()]
     assert names == ["lora_dropout", "num_epochs", "tf32", "warmup_ratio", "special_tokens"]
@@ -61,8 +35,8 @@ def test_a_recipe_of_axolotl_runs_as_ours(tmp_path, monkeypatch, capsys):
     assert values["lora.targets"] == ["qkv", "out", "gate_up"]
     Path("ours.yaml").write_text(ours)
     config = cli.compose("train", ["ours.yaml"]).config
-    assert (config.seq_len, config.accumulate, config.data.chat) == (256, 2, True)
-    assert (config.memory.recompute, config.precision) == ("block", "bf16")
+    found = config.seq_len, config.accumulate, config.data.chat, config.memory.recompute
+    assert found == (256, 2, True, "block") and config.precision == "bf16"
     words = ["dry_run=true", "device=cpu", "precision=fp32"]
     assert cli.main(["train", "ours.yaml", *words]) == 0, capsys.readouterr().err
 
