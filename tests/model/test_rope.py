@@ -3,40 +3,18 @@ alone.
 """
 
 import math
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from longctx.model.rope import Rope, rotate
 from longctx.spec.parts import RopeSpec
 
-OLD = "original_max_position_embeddings"
-SCALINGS: dict[str, dict[str, Any]] = {
-    "plain": {"rope_type": "default"},
-    "linear": {"rope_type": "linear", "factor": 8.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
-    "yarn": {"rope_type": "yarn", "factor": 8.0, OLD: 2048},
-    "yarn, beta": {
-        **{"rope_type": "yarn", "factor": 2.5, OLD: 4096},
-        **{"beta_fast": 16, "beta_slow": 2, "truncate": False},
-    },
-    "yarn, mscale": {
-        **{"rope_type": "yarn", "factor": 40, OLD: 4096, "mscale": 0.707, "mscale_all_dim": 1.0}
-    },
-    "yarn, factor": {"rope_type": "yarn", "factor": 3, OLD: 2048, "attention_factor": 1.5},
-    "llama3": {
-        **{"rope_type": "llama3", "factor": 8.0, OLD: 8192},
-        **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    },
-    "longrope": {
-        **{"rope_type": "longrope", OLD: 2048, "factor": 8.0},
-        "short_factor": [1.0 + n / 50 for n in range(32)],
-        "long_factor": [1.0 + n for n in range(32)],
-    },
-}
+SCALINGS = yaml.safe_load(Path(__file__).with_name("scalings.yaml").read_text())
 CONTEXT = 16384
 
 
