@@ -96,7 +96,7 @@ def test_typed_command_runs_in_the_users_shell(first, tmp_path):
         shell = {"cwd": folder, "env": os.environ | paths}
         ask = [sys.executable, "-c", PRINT_COMMAND]
         command = subprocess.check_output(ask, text=True, **shell).strip()
-        subprocess.run(f"{command} watch --help", shell=True, check=True, **shell)
+        subprocess.run(f"{command} compare --help", shell=True, check=True, **shell)
 
 
 def test_child_ends_with_a_killed_parent():

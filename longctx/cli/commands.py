@@ -363,7 +363,6 @@ COMMANDS: dict[str, Command] = {
     "data": Command(options.DataOptions, _data, trains=True),
     "convert": Command(options.ConvertOptions, "longctx.cli.convert:convert"),
     "compare": Command(options.CompareOptions, "longctx.report.compare:compare"),
-    "watch": Command(options.WatchOptions, "longctx.report.run_view:watch"),
     "dashboard": Command(options.DashboardOptions, "longctx.report.dashboard:dashboard"),
     "export": Command(options.ExportOptions, _export),
 }

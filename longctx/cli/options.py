@@ -54,18 +54,6 @@ class ConvertOptions:
 
 
 @dataclass
-class WatchOptions:
-    """Follow a run that another process trains.
-
-    longctx watch runs/NAME
-    longctx watch runs/NAME price=2.5
-    """
-
-    run: Path = key(Path(), "the folder of one run, such as runs/NAME", positional=True)
-    price: float | None = key(None, PRICE, between=PRICES)
-
-
-@dataclass
 class ResumeOptions:
     """Continue a stopped run, or train it for more steps.
 

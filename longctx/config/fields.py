@@ -60,7 +60,7 @@ class Key(NamedTuple):
     unit: k stands for so many, m for its square, as in 4k; whole numbers without it take no letter.
     word: may stand for the number, as in seq_len=max.
     literal: the command line's text is the value, whatever characters it has.
-    positional: the command line takes it without `key=` too, as in `watch runs/NAME`.
+    positional: the command line takes it without `key=` too, as in `resume runs/NAME`.
     short: the name of its group is enough, as passkey=true for passkey.enabled=true.
     resume: resume= may change it.
     names: a value that was given is part of a new run's name; None: unless `resume`.

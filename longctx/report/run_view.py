@@ -1,33 +1,28 @@
-"""A run as a report shows it: its configuration, its figures, its curves, how it ended, and what it
-costs; `watch` follows one that another process trains.
-"""
+"""A run as a report shows it: its configuration, figures and curves, its end, and its costs."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from longctx import tables, untrusted
+from longctx import untrusted
 from longctx.runs import checkpoint_index, metrics
 from longctx.runs.checkpoint_index import Damaged
 from longctx.runs.evaluations import read_evaluations
-from longctx.runs.metrics import BY_POSITION, Record, Shown, finite, line, number
-from longctx.runs.metrics_file import Tail, read_records
+from longctx.runs.metrics import BY_POSITION, Record, Shown, finite, number
+from longctx.runs.metrics_file import read_records
 from longctx.runs.run_folder import checkpoints, flat, is_training, read_config
 
 # A curve: "t" tokens seen, "s" seconds of training, "y" values; if records were joined, also "lo"
 # and "hi" next to the mean "y".
 Curve = dict[str, list[float]]
 Line = dict[str, list[float]]  # points to draw: "x", such as tokens before, and "y", the losses
-
-PAUSE = 0.5  # seconds between two looks
 
 
 class RunRecord:
@@ -170,39 +165,3 @@ def cost_of(
 def hardware(cost: Record) -> str:
     """Write the number and the name of the devices."""
     return f"{cost['devices']} × {cost['device']}" if cost["devices"] > 1 else str(cost["device"])
-
-
-def watch(run: Path, price: float | None = None) -> None:
-    """Print the newest record of a run and the later ones, until no process trains it; then its end
-    and its cost. Raises ValueError or OSError, one line, if it cannot be shown.
-    """
-    console = tables.console()
-    with untrusted.opened(run):
-        config, tail = read_config(run), Tail(run)
-        figures: Record = {}
-        training = True
-        while training:
-            # Asked before the records are read, so that records of the last moment are not missed
-            training = is_training(run)
-            records = tail.records()
-            if not (records or figures or training):
-                raise ValueError(
-                    f"{run}: no metrics yet and no process trains it; start the run, or watch "
-                    "another"
-                )
-            for record in records if figures else records[-1:]:
-                text = line(record, Shown.WATCH)
-                console.print(f"step {record['step']:,}  {text}", soft_wrap=True)
-            for record in records:
-                figures |= record
-            if training:
-                time.sleep(PAUSE)
-        lock = kernel_lock(run)
-        cost = cost_of(config, figures, lock, price)
-        spent = [ending(figures["step"], config["max_steps"], is_training(run))]
-        spent += [f"hardware {hardware(cost)}"]
-        spent += [f"kernel {lock['kernel']}"] if "kernel" in lock else []
-        spent += [f"GPU hours {cost['gpu_hours']:,.2f}"] if "gpu_hours" in cost else []
-        spent += [f"cost {cost['money']:,.2f} at {price} an hour"] if "money" in cost else []
-        spent += ["no GPU has a price="] if price is not None and "money" not in cost else []
-        console.print("  ".join(spent), soft_wrap=True)

@@ -1,7 +1,7 @@
 """The table of metrics: their names, formats and the views that show them.
 
-One line of `METRICS` is a key of metrics.jsonl. The console, the closing table, `watch`, `compare`
-and its page, the metric definitions at wandb and the wandb workspace all read this table, so a new
+One line of `METRICS` is a key of metrics.jsonl. The console, the closing table, `compare` and
+its page, the metric definitions at wandb and the wandb workspace all read this table, so a new
 metric is one more line here, next to the code that computes it. The key `facts_found/*` covers all
 keys that begin with `facts_found/`.
 """
@@ -27,15 +27,13 @@ class Shown(Flag):
     NOWHERE = 0
     CONSOLE = auto()  # the bar or line of a run that trains
     CLOSING = auto()  # the tables at the end of a run and of a sweep
-    WATCH = auto()
     COMPARE = auto()  # the table of results
     CURVE = auto()  # the page of `compare`, over tokens or time
     CONTEXT = auto()  # the page and the wandb workspace, over the context length
 
 
-LIVE = Shown.CONSOLE | Shown.WATCH
 TABLES = Shown.CLOSING | Shown.COMPARE
-ALL = LIVE | TABLES
+ALL = Shown.CONSOLE | TABLES
 CURVE = Shown.CURVE
 CONTEXT = Shown.CONTEXT
 EVERYWHERE = ALL | CURVE | CONTEXT
@@ -96,12 +94,12 @@ def preferences(prefix: str, word: str) -> Iterator[Metric]:
         f"{prefix}rewards/accuracies", f"{word}accuracy", ".1%", shown=ALL | CURVE, better="max"
     )
     for key, label, view in (
-        ("rewards/margins", "margin", LIVE | CURVE),
+        ("rewards/margins", "margin", Shown.CONSOLE | CURVE),
         ("rewards/chosen", "chosen reward", Shown.NOWHERE),
         ("rewards/rejected", "rejected reward", Shown.NOWHERE),
         ("logps/chosen", "chosen log p", Shown.NOWHERE),
         ("logps/rejected", "rejected log p", Shown.NOWHERE),
-        ("kl", "KL from the reference", Shown.WATCH),
+        ("kl", "KL from the reference", Shown.NOWHERE),
     ):
         yield Metric(f"{prefix}{key}", f"{word}{label}", ".3f", shown=view)
 
@@ -109,27 +107,27 @@ def preferences(prefix: str, word: str) -> Iterator[Metric]:
 METRICS: tuple[Metric, ...] = (
     # Progress
     Metric("step", "steps", ",", shown=TABLES),
-    Metric("tokens_seen", "tokens", ",", shown=TABLES | Shown.WATCH, hidden=True),
+    Metric("tokens_seen", "tokens", ",", shown=TABLES, hidden=True),
     Metric("seconds", "time", duration, shown=Shown.CLOSING),
     Metric("device_seconds", "seconds of all devices", ",.0f", hidden=True),
     Metric("epoch", "epoch"),
     # Learning
     Metric("loss", "loss", ".4f", "", ALL | CURVE, "min"),
     Metric("loss_spikes", "loss spikes", ",", "", ALL),
-    Metric("val_loss", "val loss", ".4f", "", LIVE | CONTEXT, "min"),
+    Metric("val_loss", "val loss", ".4f", "", Shown.CONSOLE | CONTEXT, "min"),
     Metric("val_loss_error", "±", ".4f", shown=Shown.CONSOLE),
     Metric("val_perplexity", "val perplexity", ",.2f", "", ALL | CURVE, "min"),
-    Metric("grad_norm", "gradient norm", ".3g", "", Shown.WATCH | CURVE),
+    Metric("grad_norm", "gradient norm", ".3g", "", CURVE),
     # Preferences
     *preferences("", ""),
     *preferences("val_", "val "),
     Metric("z_loss", "z-loss", ".3f"),
     Metric("aux_loss", "balancing loss", ".3f"),
     Metric("expert_load", "busiest expert", ".2f"),
-    Metric("lr", "learning rate", ".3g", "", Shown.WATCH | CURVE),
+    Metric("lr", "learning rate", ".3g", "", CURVE),
     # Speed: the first step compiles, so a run shows medians
     Metric("tokens_per_second", "speed", ",.0f", "tokens/s", EVERYWHERE, "max", "median"),
-    Metric("ms_per_step", "time per step", ",.0f", "ms/step", LIVE, None, "median"),
+    Metric("ms_per_step", "time per step", ",.0f", "ms/step", Shown.CONSOLE, None, "median"),
     Metric("mfu", "MFU", ".1%", "", ALL | CURVE, "max", "median"),
     # Several devices
     Metric(
@@ -161,7 +159,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("context_check/*", "context.check:", hidden=True),
     Metric(f"{BY_POSITION}/*", "val loss at", ".4f", hidden=True),
     # No label: the kind and the length are enough, as in "needle at 4096"
-    Metric(f"{FACTS_FOUND}/*", "", ".0%", "", LIVE),
+    Metric(f"{FACTS_FOUND}/*", "", ".0%", "", Shown.CONSOLE),
 )
 
 

@@ -74,7 +74,7 @@ def test_the_module_answers_from_any_folder_without_torch(tmp_path):
         "assert not large & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    process = finished(ROOT / "longctx" / "__main__.py", ["watch", "none"], tmp_path)
+    process = finished(ROOT / "longctx" / "__main__.py", ["compare", "none"], tmp_path)
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr.startswith("error: none")
 

@@ -1,6 +1,8 @@
 """The table of metrics: one line of it shows a metric everywhere."""
 
+import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -8,16 +10,17 @@ from unittest.mock import MagicMock
 import pytest
 
 from longctx.report.compare import described, headings
-from longctx.report.run_view import RunRecord, watch
+from longctx.report.run_view import RunRecord
 from longctx.runs import metrics
-from longctx.runs.metrics import LIVE, Metric, Shown, figures
+from longctx.runs.metrics import Metric, Shown, figures
+from longctx.runs.metrics_file import Tail
 from longctx.runs.wandb_copy import define_metrics
 from longctx.training.run_log import brief, closing_lines
 from longctx.training.sweep import Job, sweep_table
-from tests.report.run_files import compare, make
+from tests.report.run_files import compare, make, step
 
 SPEED = Metric("pages_per_hour", "reading", ",.1f", "pages/h", metrics.EVERYWHERE, "max", "median")
-FAMILY = Metric("gates/*", "gate", ".1f", shown=LIVE)
+FAMILY = Metric("gates/*", "gate", ".1f", shown=Shown.CONSOLE)
 VALUES = {"ms_per_step": 1.0, "gates/a/3": 7.5}
 ROWS = [{"step": n, "tokens_seen": n, "pages_per_hour": 1000.0 * n, **VALUES} for n in range(1, 4)]
 
@@ -36,13 +39,11 @@ def cells(table: Any) -> str:
     )
 
 
-def test_a_new_metric_is_on_the_terminal(run, capsys):
+def test_a_new_metric_is_on_the_terminal(run):
     assert "2,000.0 pages/h" in brief(ROWS[1])
     assert "gate a at 3 7.5" in brief(ROWS[1])
     assert "2,500.0 pages/h (median)" in "\n".join(closing_lines(run, {}, finished=False, steps=3))
     assert "reading 2,500.0 pages/h" in cells(sweep_table([Job(["seed=1"], 0, run)]))
-    watch(run)
-    assert "3,000.0 pages/h" in capsys.readouterr().out
 
 
 def test_a_new_metric_is_in_compare_and_on_its_page(run, tmp_path, capsys):
@@ -85,3 +86,14 @@ def test_the_page_of_metrics_has_every_key():
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     for metric in metrics.METRICS:
         assert f"`{metric.key.removesuffix('*')}" in page, metric.key
+
+
+def test_a_replaced_file_is_read_from_its_beginning(tmp_path):
+    folder = make(tmp_path / "a", [step(1), step(2), step(3)])
+    tail = Tail(folder)
+    assert [row["step"] for row in tail.records()] == [1, 2, 3]
+    assert tail.records() == []
+    for steps in ([2], [4, 5, 6, 7]):
+        (folder / "new").write_text("".join(json.dumps(step(n)) + "\n" for n in steps))
+        os.replace(folder / "new", folder / "metrics.jsonl")
+        assert [row["step"] for row in tail.records()] == steps
