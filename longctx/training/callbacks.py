@@ -148,7 +148,8 @@ class EarlyStopping(Callback):
         run = self.parts.run
         is_lost = run.config.keep_best and not state.get("kept")
         if not is_lost and state.get("val_rows") == run.val_rows:
-            self.loss, self.step, self.since = state["loss"], state["step"], state["since"]
+            self.loss = None if state["loss"] is None else float(state["loss"])
+            self.step, self.since = int(state["step"]), int(state["since"])
 
 
 class Spikes(Callback):
