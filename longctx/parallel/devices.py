@@ -1,6 +1,4 @@
-"""The devices of this machine: which one a command takes, whether it can run the attention asked
-for, and limits of its memory.
-"""
+"""The devices of this machine, the attention that they can run, and limits of their memory."""
 
 from __future__ import annotations
 
@@ -67,9 +65,7 @@ def check_attention(config: TrainConfig | EvalConfig, model: GPTConfig, device: 
 def able_backends(config: TrainConfig | EvalConfig, model: GPTConfig, device: str) -> list[str]:
     """Return the backends that are exact and can compute `config` on `device`."""
     able = []
-    for name, description in DESCRIPTIONS.items():
-        if not description.exact:
-            continue
+    for name in (name for name, description in DESCRIPTIONS.items() if description.exact):
         with suppress(ValueError):
             check_attention(replace(config, attention=AttentionConfig(name)), model, device)
             able.append(name)
@@ -78,9 +74,8 @@ def able_backends(config: TrainConfig | EvalConfig, model: GPTConfig, device: st
 
 @contextmanager
 def within_memory(device: str) -> Iterator[None]:
-    """Have allocations fail on a CPU before the machine's memory is used up.
-
-    Else the kernel grants the memory, and kills some process once it is used.
+    """Have allocations fail on a CPU before the machine's memory is used up. Else the kernel grants
+    it, and kills some process once it is used.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if device == "cpu":

@@ -1,9 +1,8 @@
 """Who starts the processes of a run, read from the environment before torch is imported.
 
-torchrun sets six variables, srun its own. With `devices=N` alone, the typed process supervises: it
-imports no torch, starts every rank with torchrun's variables, passes signals on, names a rank that
-is lost and ends the others. A library launcher would listen on all interfaces, and leave ranks
-behind if it is killed.
+torchrun sets six variables, srun its own. With `devices=N` alone, the typed process supervises,
+without torch: it starts every rank with torchrun's variables, passes signals on, names a lost rank
+and ends the others. Library launchers listen on all interfaces and leave ranks behind if killed.
 """
 
 from __future__ import annotations
@@ -117,9 +116,8 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def supervise(processes: Launched) -> int:
-    """Run the ranks of devices=N as children of this process; return the exit code.
-
-    The first rank that fails decides it. It is 1 if a rank is killed: one line then names the rank.
+    """Run the ranks of devices=N as children of this process; return the exit code. The first rank
+    that fails decides it; it is 1 if a rank is killed, and one line names the rank.
     """
     pids: dict[int, int] = {}  # PID → rank
 
@@ -202,16 +200,14 @@ def go_on(folder: Path) -> str:
 
 
 def number_here(environ: Mapping[str, str] = os.environ) -> int:
-    """Return this process's rank; 0 if the environment is not that of one process of several.
-
-    The others are silent, so a number alone, such as RANK=7, must not silence the only process.
+    """Return this process's rank; 0 if the environment is not that of one process of several: the
+    others are silent, so a number alone, such as RANK=7, must not silence the only process.
     """
-    names = ("RANK", "WORLD_SIZE")
-    if not all(name in environ for name in TORCHRUN):
-        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-    rank, count = (environ.get(name, "") for name in names)
-    is_known = rank.isdecimal() and count.isdecimal()
-    return int(rank) if is_known and int(rank) < int(count) else 0
+    with suppress(ValueError):
+        given = _as_torchrun(environ)
+        rank, count = _number(given, "RANK"), _number(given, "WORLD_SIZE")
+        return rank if rank < count and all(name in given for name in TORCHRUN) else 0
+    return 0
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:

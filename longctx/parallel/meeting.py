@@ -1,10 +1,9 @@
 """Ranks meet before a process group is formed, and each notices from then on if another one ends.
 
 NCCL waits half an hour for a rank that never comes or has died. So each rank leaves its device in a
-store, and rank 0 looks whether all fit. Keys are polled: torch hears no signal while it waits.
-The supervisor of `devices=N` sees a rank that dies. Under torchrun and srun each rank keeps a
-connection to rank 0, which the kernel closes if the process is killed. If it is stopped (SIGSTOP),
-collectives time out.
+store, and rank 0 looks whether all fit. Keys are polled: torch hears no signal while it waits. A
+supervisor sees a rank that dies. Under torchrun and srun each rank keeps a connection to rank 0,
+which the kernel closes if the process is killed; of a stopped one (SIGSTOP) collectives time out.
 """
 
 from __future__ import annotations
@@ -207,8 +206,7 @@ class Meeting:
             f"{launched.ranks} cannot listen there, or is gone ({reason}); give its address and a "
             "free port, and see what it or its node says"
         )
-        if launched.rank == 0:
-            raise ValueError(line) from None
+        refuse((launched.rank == 0, line))
         if launched.local_rank == 0 or launched.rank == 1:  # one on each node
             _print(line)
         raise SystemExit(2) from None

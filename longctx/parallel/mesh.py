@@ -25,6 +25,7 @@ from longctx.attention.communication import Clock, measured
 from longctx.attention.context_parallel import Context
 from longctx.attention.description import AttentionConfig
 from longctx.config.eval_config import EvalConfig
+from longctx.config.fields import refuse
 from longctx.config.layout_config import STRATEGIES, Strategy
 from longctx.config.train_config import TrainConfig
 from longctx.model import GPT
@@ -78,13 +79,8 @@ class Parallel:
             # Before anything runs, since kernel.lock names the kernels
             use_deterministic_algorithms()
         precision = precision_of(config.precision, device)
-        return cls(
-            processes,
-            make_fabric(processes, device, precision),
-            dtype_of(precision),
-            meeting,
-            data_ranks=processes.ranks,
-        )
+        fabric = make_fabric(processes, device, precision)
+        return cls(processes, fabric, dtype_of(precision), meeting, data_ranks=processes.ranks)
 
     @property
     def rank(self) -> int:
@@ -146,28 +142,21 @@ class Parallel:
             communication.start(shared.clock)
         if not dist.is_initialized():
             return shared
-        groups = {shared._rows_dimension: shared.data_ranks, "context": layout.context}
+        rows = "shard" if strategy.shards_weights else "data"
+        groups = {rows: shared.data_ranks, "context": layout.context}
         # Each dimension has process groups of its own, so one of a single rank is left out
-        sizes = {name: size for name, size in groups.items() if size > 1}
-        mesh = init_device_mesh(
-            self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
-        )
+        names = tuple(name for name, size in groups.items() if size > 1)
+        sizes = tuple(groups[name] for name in names)
+        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
         context = Context()
         if layout.context > 1:
             fetches_windows = attention.description.takes_intervals
             context = Context(mesh.get_group("context"), layout.context_method, fetches_windows)
         return replace(shared, mesh=mesh, context=context)
 
-    @property
-    def _rows_dimension(self) -> str:
-        """The dimension of the mesh whose ranks take sequences of their own."""
-        return "shard" if self.strategy.shards_weights else "data"
-
     def fail(self, problem: str, code: int = 1) -> None:
-        """End the other processes too, since this one ends because of `problem`.
-
-        Only the first call counts. Rank 0 has printed its problem. If all have the same one, such
-        as a loss of NaN, only rank 0 prints it.
+        """End the other processes too, since this one has a `problem`; only the first call counts.
+        Rank 0 has printed its own. If all have the same, such as a loss of NaN, it alone prints it.
         """
         if self.meeting is not None and not self.meeting.is_ending:
             self.meeting.fail(problem, code)
@@ -206,9 +195,8 @@ class Parallel:
         return Parallel(alone, fabric, self.dtype)
 
     def shard(self, model: GPT, cast: bool = True) -> None:
-        """Spread the weights of `model`, which hold nothing yet, over all ranks under fsdp.
-
-        Blocks compute with weights in the precision of the run if `cast`, else as they are.
+        """Spread the weights of `model`, which hold nothing yet, over all ranks under fsdp. Blocks
+        compute with weights in the precision of the run if `cast`, else as they are.
         """
         if self.strategy.shards_weights:
             assert self.mesh is not None
@@ -239,19 +227,15 @@ class Parallel:
             self.clock.until_now()
 
     def accumulates(self, module: Any, last: bool) -> AbstractContextManager[None]:
-        """Keep gradients on their rank around forward and backward of a micro-batch, until the
-        last one.
-        """
+        """Keep gradients on their rank around a micro-batch, until the last one."""
         if last or not self.strategy.buckets_gradients or self.ranks == 1:
             return nullcontext()
         context: AbstractContextManager[None] = self.fabric.no_backward_sync(module)
         return context
 
     def loss_weight(self, scored: int) -> Tensor:
-        """Return the weight of each target token in the step's loss, if this rank has `scored`.
-
-        () float32 on the device: the number of ranks, over which gradients are averaged, divided by
-        the target tokens of all ranks.
+        """Return the weight of each target token in the step's loss, if this rank has `scored`: ()
+        float32, the number of ranks, which average gradients, divided by the targets of all ranks.
         """
         total = torch.full((), float(self.counted_once(scored)), device=self.device)
         return self.ranks / self.all_reduce_sum(total).clamp(min=1.0)
@@ -277,8 +261,8 @@ class Parallel:
             return tensor
         assert self.mesh is not None
         parts = [torch.empty_like(tensor) for _ in range(self.data_ranks)]
-        group = self.mesh.get_group(self._rows_dimension)
-        dist.all_gather(parts, tensor.contiguous(), group=group)
+        # The first dimension: its ranks take sequences of their own
+        dist.all_gather(parts, tensor.contiguous(), group=self.mesh.get_group(0))
         return torch.cat(parts)
 
     def all_gather_objects(self, value: T) -> list[T]:
@@ -301,21 +285,20 @@ def parallel_of(
 
     Raises ValueError on rank 0 if a process is missing or cannot take part.
     """
-    device, problem = "cpu", ""
+    device, problem, meeting = "cpu", "", None
     try:
         device = machine.device_for(config.device, config.precision)
-        if device == "cuda" and processes.local_ranks > machine.gpus:
-            problem = (
-                f"devices={processes.local_ranks}: torch finds {machine.gpus} GPUs on this machine;"
-                " use as many, see CUDA_VISIBLE_DEVICES, and let each task see all GPUs of its node"
-                " (srun --gpus-per-node=N --gpu-bind=none)"
-            )
+        too_many = (
+            f"devices={processes.local_ranks}: torch finds {machine.gpus} GPUs on this machine;"
+            " use as many, see CUDA_VISIBLE_DEVICES, and let each task see all GPUs of its node"
+            " (srun --gpus-per-node=N --gpu-bind=none)"
+        )
+        refuse((device == "cuda" and processes.local_ranks > machine.gpus, too_many))
     except ValueError as error:
+        # Processes that a supervisor has started have the same problem, and need not meet
+        if processes.ranks == 1 or processes.by == OWN:
+            raise
         problem = str(error)
-    # Processes that rank 0 has started have the same problem: it prints without meeting them
-    if problem and (processes.ranks == 1 or processes.by == OWN):
-        raise ValueError(problem)
-    meeting = None
     if processes.ranks > 1:
         host, computes_on = socket.gethostname(), f"{device} with torch {torch.__version__}"
         here = Arrival(processes.rank, os.getpid(), host, computes_on, problem)

@@ -32,9 +32,8 @@ SHARES = "strategy=fsdp: layers of this model share weights, of which ranks hold
 
 
 def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
-    """Shard every weight of `model` by rows over the ranks of `mesh` (one dimension), in place.
-
-    Blocks compute with weights gathered in `dtype`; None: in their own.
+    """Shard every weight of `model` by rows over the ranks of `mesh` (one dimension), in place;
+    blocks compute with weights gathered in `dtype`, None: in their own.
     """
     # Sums over many ranks lose bits in bf16; autocast has cast the inputs
     precision = MixedPrecisionPolicy(
@@ -97,9 +96,8 @@ def like(tensor: DTensor, part: Tensor) -> DTensor:
 
 @torch.no_grad()
 def write(tensor: Tensor, values: Tensor, first: int = 0) -> None:
-    """Copy `values` to the rows of `tensor` from `first` on; a rank writes only its own rows.
-
-    If `tensor` is packed, `values` are packed first.
+    """Copy `values` to the rows of `tensor` from `first` on, packed if it is; a rank writes only its
+    own rows.
     """
     if is_packed(tensor) and not is_packed(values):
         values = packed(values.to(tensor.device))
@@ -128,9 +126,7 @@ def write_rows_of(source: Any, tensor: Tensor) -> None:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free gathered weights. Validation leaves those outside the blocks gathered, and the optimizer
-    knows only the slices.
-    """
+    """Free gathered weights: validation leaves some, and the optimizer knows only the slices."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
@@ -172,9 +168,7 @@ def trained_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[s
 
 
 def state_of_rank(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state_dict of `optimizer` with this rank's rows of each tensor of `saved`, whole
-    tensors or `Rows`.
-    """
+    """Return the state_dict of `optimizer` with this rank's rows of each tensor of `saved`."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     state: dict[int, dict[str, Any]] = {}
     for number, values in saved["state"].items():
