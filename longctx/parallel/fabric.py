@@ -1,7 +1,7 @@
 """Lightning Fabric for a run: device, precision and gradient averaging of processes that run.
 
-Lightning imports torchmetrics, which imports transformers, matplotlib, scipy and torchvision, 2 s of
-the start of every process, unless they count as not installed.
+Lightning imports torchmetrics, which imports transformers, matplotlib, scipy and torchvision, if
+they count as installed: 2 s of the start of every process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = ["Fabric", "make_fabric", "pytorch"]
 
 
 def make_fabric(launched: Launched, device: str, precision: str) -> Fabric:
-    """Return a Fabric on "cuda" or "cpu" in "bf16", "fp8" or "fp32", whose group the caller forms."""
+    """Return a Fabric on "cuda" or "cpu" in "bf16", "fp8" or "fp32"; the caller forms its group."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\..*")

@@ -96,9 +96,7 @@ def like(tensor: DTensor, part: Tensor) -> DTensor:
 
 @torch.no_grad()
 def write(tensor: Tensor, values: Tensor, first: int = 0) -> None:
-    """Copy `values` to the rows of `tensor` from `first` on, packed if it is; a rank writes only its
-    own rows.
-    """
+    """Copy `values`, packed if `tensor` is, to its rows from `first` on; a rank writes its own."""
     if is_packed(tensor) and not is_packed(values):
         values = packed(values.to(tensor.device))
     mine = rows(tensor)

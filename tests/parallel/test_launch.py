@@ -57,12 +57,10 @@ def changed(environment: dict[str, str], **changes: str | None) -> dict[str, str
     ("environment", "message"),
     [
         (changed(TORCHRUN, WORLD_SIZE="5"), "WORLD_SIZE=5.*LOCAL_WORLD_SIZE=2"),
-        (changed(TORCHRUN, WORLD_SIZE="two"), "WORLD_SIZE=two; not a number"),
         (changed(TORCHRUN, MASTER_PORT=None), "MASTER_PORT: not set"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "LOCAL_RANK: not set"),
         ({"LOCAL_RANK": "0"}, "RANK: not set"),
         (changed(SRUN, SLURM_STEP_TASKS_PER_NODE="3,1"), "3,1 tasks on 2 nodes"),
-        (changed(SRUN, SLURM_STEP_NUM_TASKS="5"), "tasks on 2 nodes"),
         (changed(SRUN, SLURM_PROCID=None), "SLURM_PROCID: not set"),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun has started 4 processes"),
     ],

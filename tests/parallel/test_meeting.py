@@ -127,21 +127,11 @@ def other(**changes: Any) -> Arrival:
     return HERE._replace(**{"rank": 1, "pid": 101} | changes)
 
 
-@pytest.mark.parametrize(
-    ("arrived", "message"),
-    [
-        (other(), ""),
-        (
-            other(computes_on="cpu with torch 2.13.0", host="node2"),
-            "process 1 (PID 101 on node2) computes on cpu with torch 2.13.0, rank 0 on cuda",
-        ),
-        (other(problem="devices=8: too many"), "process 1 (PID 101 on node1): devices=8"),
-    ],
-)
-def test_processes_that_do_not_fit_are_refused(arrived, message):
-    problem = misfit([HERE, arrived])
-    assert message in problem
-    assert bool(problem) == bool(message)
+def test_processes_that_do_not_fit_are_refused():
+    assert misfit([HERE, other()]) == ""
+    on_cpu = misfit([HERE, other(computes_on="cpu with torch 2.13.0", host="node2")])
+    assert "process 1 (PID 101 on node2)" in on_cpu and "cpu" in on_cpu and "rank 0" in on_cpu
+    assert "PID 101 on node1): devices=8" in misfit([HERE, other(problem="devices=8: too many")])
 
 
 def test_a_lost_run_continues_from_its_checkpoint(tmp_path):
