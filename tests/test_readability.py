@@ -32,7 +32,7 @@ BUDGETS = {
 OVER: dict[str, int] = {
     "longctx": 2776,
     "model": 40,
-    "parallel": 84,
+    "parallel": 45,
     "training": 260,
     "the rest": 338,
 }
