@@ -1,8 +1,11 @@
-"""Steps of command lines, and the GPU that most tests plan for."""
+"""Steps of command lines, the GPU that most tests plan for, and figures to compare with."""
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from longctx import cli
 from longctx.config.asked import workload_of
@@ -11,6 +14,7 @@ from longctx.spec import hardware
 from longctx.spec.hardware import GIB
 from longctx.spec.step import Workload
 
+FIGURES = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text())
 H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
 
 

@@ -10,7 +10,7 @@ from longctx.planner import fitting
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB
 from longctx.spec.step import Workload
-from tests.planner.steps import H200, composed
+from tests.planner.steps import FIGURES, H200, composed
 
 HOST = 1536 * GIB
 
@@ -27,24 +27,10 @@ def steps(words: str, seq_len: int = 4096) -> list[Workload]:
     return [at(seq_len) for at in layouts(words, seq_len)]
 
 
-@pytest.mark.parametrize(
-    ("words", "possible"),
-    [
-        (  # 32 heads
-            "devices=6 context=auto strategy=fsdp",
-            "fsdp 1 ulysses, fsdp 2 ulysses, fsdp 2 allgather, fsdp 3 allgather, fsdp 6 allgather",
-        ),
-        ("devices=6 context=auto attention=sdpa strategy=ddp", "ddp 1 ulysses, ddp 2 ulysses"),
-        (
-            "devices=2 context=auto context.method=ulysses",
-            "ddp 1 ulysses, fsdp 1 ulysses, ddp 2 ulysses, fsdp 2 ulysses",
-        ),
-        ("devices=8 context=4 context.method=allgather", "ddp 4 allgather, fsdp 4 allgather"),
-    ],
-)
+@pytest.mark.parametrize(("words", "possible"), FIGURES["layouts"])
 def test_layouts_follow_devices_heads_and_backend(words, possible):
     found = [f"{x.strategy} {x.context} {x.context_method}" for x in steps(words)]
-    assert sorted(found) == sorted(possible.split(", "))
+    assert sorted(found) == sorted(possible)
 
 
 def test_a_method_that_does_not_divide_heads_is_refused():

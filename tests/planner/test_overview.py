@@ -10,6 +10,7 @@ from longctx.cli import main, plan
 from longctx.cli.plan import PlanOptions
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB
+from tests.planner.steps import FIGURES
 
 
 @pytest.fixture
@@ -32,16 +33,7 @@ def test_a_plan_for_another_machine(planned):
     assert "nf4" in lora and "naive" not in lora
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        ("model=1b seq_len=262144 gpu=H200", ["fits: flash", "balanced", "75.5 GiB"]),
-        ("model=1b seq_len=65536 gpu=2xH100 price=2.5", ["fits: flash", "ddp", " and cost "]),
-        ("model=124m gpu=rtx3060 attention=auto max_steps=7", ["fits: flash", "7 steps take"]),
-        ("model=1b seq_len=128k gpu=rtx4080", ["does not fit: flash", "long", "; use seq_len="]),
-        ("gpu=V100 precision=fp32 model=tiny", ["fits: flash"]),
-    ],
-)
+@pytest.mark.parametrize(("words", "parts"), FIGURES["answers"])
 def test_the_answer_comes_first(words, parts, planned):
     line = planned(*words.split()).partition("\n\n")[0]
     assert line.startswith(parts[0]) and all(part in line for part in parts)
@@ -87,17 +79,7 @@ def test_host_memory_is_of_the_gpu_planned_for(here, monkeypatch):
     assert plan.machine(PlanOptions(host_memory=512), 8)[1] == 512 * GIB
 
 
-# Micro-batches are those that a run would take; a backend that cannot train the model is left out
-@pytest.mark.parametrize(
-    ("words", "shown", "hidden"),
-    [
-        ("model=124m memory=fast attention=flash accumulate=4", " 4 × 4 ", " 16 × 1 "),
-        *((f"model=tiny model.{part}", "naive", "sdpa") for part in ("sinks=true", "softcap=5")),
-        ("model=1b seq_len=262144 devices=8 context=4 strategy=fsdp", "\nfsdp ", "\nddp "),
-        ("model=1b seq_len=1M memory=long attention=flash host_memory=64", "no: host", "fits: "),
-        ("model=1b seq_len=1M memory=long attention=flash host_memory=512", "fits: ", "no: host"),
-    ],
-)
+@pytest.mark.parametrize(("words", "shown", "hidden"), FIGURES["shown"])
 def test_a_plan_shows_what_is_possible(words, shown, hidden, planned):
     out = planned("gpu=H200", "gpu_memory=139", *words.split())
     assert shown in out and hidden not in out

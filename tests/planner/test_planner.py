@@ -4,11 +4,9 @@ answers hang together.
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from longctx.attention.description import AttentionConfig
 from longctx.config.doors import OPTIMIZERS, OptimizerTraits
@@ -18,10 +16,8 @@ from longctx.planner.peak_memory import _Step, predict
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB
 from longctx.spec.step import Workload
-from tests.planner.steps import H200, composed, one_b, workload
+from tests.planner.steps import FIGURES, H200, composed, one_b, workload
 from tests.processes import ROOT
-
-FIGURES = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text())
 
 
 def test_the_policy_long_keeps_the_rest_on_the_host():
@@ -80,20 +76,7 @@ def test_a_packed_base_takes_its_own_bytes():
     assert wide - four == pytest.approx((2 - 0.516) * blocks, rel=0.01)
 
 
-WIDE = "model.head_dim=128 model.heads=16 model.kv_heads=16"
-NARROW = "model.head_dim=80 model.heads=24 model.kv_heads=24"
-
-
-@pytest.mark.parametrize(
-    ("words", "gpu", "name"),
-    [
-        (WIDE, "A100", ""),
-        (f"{WIDE} attention.options.kernel=portable", "A100", "flash"),
-        (NARROW, "rtx4090", "sdpa"),
-        (WIDE, "Toaster", ""),
-        (f"{WIDE} attention=sdpa", "H200", "flash"),
-    ],
-)
+@pytest.mark.parametrize(("words", "gpu", "name"), FIGURES["faster"])
 def test_another_backend_is_named_if_it_is_clearly_faster(words, gpu, name):
     work = fitting.with_policy(one_b(*words.split(), seq_len=32768), "fast")
     line = fitting.faster_backend(work, ("flash", "sdpa"), hardware.chip(gpu, 79 * GIB))
