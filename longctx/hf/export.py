@@ -28,12 +28,8 @@ from longctx.runs import run_folder
 from longctx.runs.checkpoints import not_finite, read, verify
 from longctx.spec.model_config import GPTConfig, LoraConfig
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
+NAMES = ("tokenizer", "tokenizer_config", "special_tokens_map")
+TOKENIZER_FILES = (*(f"{name}.json" for name in NAMES), "chat_template.jinja")
 FUSED = ("gate_proj", "up_proj", "down_proj")  # of an expert, in transformers' tensors of all
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHORT_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -80,10 +76,10 @@ def export(
 
 def check_out(out: Path) -> None:
     """Raise ValueError unless `out` is free: not there, or an empty folder."""
+    if out.suffix == ".gguf":
+        raise ValueError(f"{out}: an export is a folder; docs/serving.md makes a .gguf of it")
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-        raise ValueError(
-            f"{out}: exists already and is not an empty folder; give the name of a new one"
-        )
+        raise ValueError(f"{out}: exists already, and is no empty folder; give a new name")
 
 
 def _generation(tokenizers: Path) -> dict[str, Any]:

@@ -235,6 +235,9 @@ class GPTConfig(Group):
             )
         if experts.count is not None and experts.per_token > experts.count:
             yield f"model.experts.per_token={experts.per_token}: of {experts.count} experts"
+        if experts.count is not None and (self.channels % 8 or self.expert_ffn % 8):
+            sizes = f"model.channels={self.channels} model.experts.ffn={self.expert_ffn}"
+            yield f"{sizes}: the grouped products of experts take multiples of 8"
         # They would be ignored in layers with experts
         if experts.count is not None and (self.mlp_bias or self.activation != "silu"):
             given = "mlp_bias=true" if self.mlp_bias else f"activation={self.activation}"

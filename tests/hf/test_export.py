@@ -113,7 +113,8 @@ def test_an_export_of_numbers_not_finite_warns(run, tmp_path, capsys, number, dt
     ("overrides", "message"),
     [
         (["export", "{run}"], "OUT is missing"),
-        (["export", "{run}", "{run}"], "exists already and is not an empty folder"),
+        (["export", "{run}", "{run}"], "exists already, and is no empty folder"),
+        (["export", "{run}", "out.gguf"], "out.gguf: an export is a folder"),
         (["export", "{new}", "{new}"], "no such file or folder"),
         (["export", "{run}/checkpoints", "{new}"], "neither a run"),
         (["export", "{run}/tokenizer.json", "{new}"], "neither a run"),
