@@ -4,6 +4,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 
 from longctx import cli
 from longctx.cli import parse
@@ -12,6 +13,8 @@ from longctx.config.train_config import TrainConfig
 from longctx.runs import run_folder
 from longctx.training.run import Run, scheduled
 from tests.written import write_config
+
+SAVED = yaml.safe_load(Path(__file__).with_name("saved.yaml").read_text())
 
 
 def config_of(*words: str) -> TrainConfig:
@@ -52,28 +55,7 @@ def test_the_command_line_wins_over_a_file(tmp_path):
     assert (config.data.path, config.model.channels) == (["a b/c.txt", "it's,[odd].md"], 768)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["model=tiny"],
-        ["model=1b", "model.layers=12", "attention=sdpa", "memory=long", "betas=[0.9,0.99]"],
-        ["optimizer=muon", "data=text", "data.path=docs/", "data.vocab_size=300", "model=tiny"],
-        [
-            "model=tiny",
-            "data=mix",
-            "data.mix.a.path=x",
-            "data.text_column=b",
-            "data.errors=replace",
-        ],
-        ["model=tiny", "data=text", "data.path=x", "data.errors=replace", "lr=1e-3", "lr=1e-3"],
-        ["model=tiny", "model.nope_layers=[1,2]", "passkey=true", "passkey.lengths=[256]"],
-        ["model=tiny", "attention.options.kernel=portable", "rope=keep", "data.documents=9"],
-        ["model=tiny", "data=hub", "data.path=a/b", "data.documents=null"],
-        ["model=tiny", "data=hub", "data.path=a/b", "data.revision='12e4567'", "lr=1e-3"],
-        ["model=tiny", "sample_every=5", "sample_prompt=12", r"wandb.notes=C:\dir\ x\\"],
-        ["model=tiny", "sample_every=5", "sample_prompt=def f():\n    '", "wandb.notes=it's"],
-    ],
-)
+@pytest.mark.parametrize("words", SAVED)
 def test_a_run_is_read_back_as_it_was(words, tmp_path):
     config = cli.compose("train", words).config
     write_config(tmp_path, run_folder.plain(config) | {"name": "there"})
