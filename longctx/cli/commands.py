@@ -227,7 +227,7 @@ def _train(argv: list[str]) -> int:
     request: Request[TrainConfig] = compose("train", arguments)
     check_paths(request.config)
     # Pass keys register a callback
-    return _start(request, "longctx.evaluation.passkey", "longctx.training.life_cycle:train")
+    return _start(request, "longctx.evaluation.passkey:", "longctx.training.life_cycle:train")
 
 
 def _resume(argv: list[str]) -> int:

@@ -224,7 +224,7 @@ def given_values(schema: type, arguments: Iterable[str]) -> dict[str, Any]:
 
 def check_names(given: Mapping[str, Any]) -> None:
     """Raise ValueError for a model without a preset, and for a path instead of a name."""
-    model, data = str(given.get("model", "auto")), str(given.get("data.source"))
+    model, data = shown(given.get("model", "auto")), str(given.get("data.source"))
     names = presets.names("model")
     advice = closest(model, names)
     if "/" in model or os.path.isdir(model):
@@ -333,6 +333,9 @@ def differing(schema: type, saved: dict[str, Any]) -> dict[str, Any]:
     """
     values, usual = run_folder.flat(saved), run_folder.plain(schema())
     usual.pop("model", None)
+    # Dotted keys and names of groups are what somebody wrote, also if they are the defaults
+    for name in [x for x in usual if isinstance(usual[x], dict) > isinstance(saved.get(x), dict)]:
+        del usual[name]
     for group in usual.keys() & presets.chosen(schema, {}).keys():
         key = presets.GROUPS[group]
         name = values.get(key, values.get(group))

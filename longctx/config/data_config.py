@@ -41,16 +41,16 @@ class DataConfig(Group):
     chat: bool = key(False)
     preferences: str | None = key(None, choices=("pairs", "labels"))
     turns: str = key("auto", choices=("auto", "all", "last"), needs="chat")
-    errors: str = key("strict", "bytes that are not UTF-8 stop it", choices=("strict", "replace"))
+    errors: str = key("strict", "if not UTF-8: stop, or replace", choices=("strict", "replace"))
     name: str | None = key(None, "hub: configuration of a data set that has several")
     split: str = key("train", "hub: split to read; documents that validate are taken out of it")
     files: Any = key(None, "hub: the files of the data set to read; null: those of its split")
-    revision: str | None = key(None, "hub: commit, tag or branch; null: the newest; a run keeps it")
+    revision: str | None = key(None, "hub: tag, branch, commit (a run keeps that); null: newest")
     documents: int | None = positive(None, "documents to read at most; null: all", limit=10**12)
-    length: int = key(8192, "characters of a document that a source makes", between=(256, 2**30))
+    length: int = key(8192, "characters of each document (own sources)", between=(256, 2**30))
     mix: dict[str, Any] = key({}, "mix: data.mix.NAME.KEY=..., any key of data, and weight")
     packing: bool = key(True)
-    tokenizer: str | None = key(None, "tokenizer.json or folder; null: a BPE of the documents")
+    tokenizer: str | None = key(None, "tokenizer.json or HF folder; null: a new BPE of these")
     replace_tokenizer: bool = key(False, needs="tokenizer")
     vocab_size: int = key(16384, "of the tokenizer trained here")
     val_fraction: float | None = key(None, between=(0, 0.99))
@@ -85,7 +85,7 @@ class DataConfig(Group):
 
 
 def _strings(name: str, value: Any) -> list[str]:
-    values = value if isinstance(value, list | tuple) else [value] if value else []
+    values = value if isinstance(value, list | tuple) else [] if value in (None, "") else [value]
     if not all(isinstance(item, str | os.PathLike) for item in values):
         raise ValueError(f"{name}={value}: not a path; give a path or a list of paths")
     return list(map(os.fspath, values))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
-from longctx.config.fields import KEYS, Group, Key, foreign_keys, key, keys, refuse_all
+from longctx.config.fields import KEYS, Group, Key, foreign_keys, key, keys, refuse_all, shown
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -161,7 +161,7 @@ class NamedGroup(Group, Generic[Traits]):
         name = values.get("name", keys(cls)["name"].default)
         kind: type[Self] = (cls.door[name].keys if name in cls.door else None) or cls
         of_any = cls.all_keys().keys() - {"name"}
-        given = {f"{cls.prefix}{own}": values[own] for own in values if own in of_any}
+        given = {f"{cls.prefix}{own}": shown(values[own]) for own in values if own in of_any}
         own = sorted(keys(kind).keys() - {"name"})
         refuse_all(foreign_keys(given, own, f"{cls.door.key}={name}"))
         return kind
@@ -196,9 +196,9 @@ class OptimizerConfig(NamedGroup[OptimizerTraits]):
     def problems_beside(self, optimizer_state: str | None, lora_rank: int | None) -> Iterator[str]:
         """Yield a message if this optimizer cannot keep its state so, or cannot train LoRA."""
         setting, states = f"optimizer={self.name}", self.traits.states
-        shown = ", ".join(states)
+        possible = ", ".join(states)
         if (optimizer_state or "fp32") not in states:
-            yield f"memory.optimizer_state={optimizer_state} with {setting}: can be {shown}"
+            yield f"memory.optimizer_state={optimizer_state} with {setting}: can be {possible}"
         if lora_rank is not None and not self.traits.lora:
             yield f"{setting} with lora.rank={lora_rank}: trains no LoRA; use optimizer=adamw"
 

@@ -79,7 +79,7 @@ class EvalConfig(Group):
 
     seq_len: tokens that the model sees at most; null: the length that the run trained at
     stride: tokens from one window to the next; null: half of seq_len
-    contexts: lengths to score the same tokens at; null: 1024 … seq_len, or from an eighth; []: none
+    contexts: lengths to score the same tokens at; null: 1024 (or an eighth) … seq_len; []: none
     batch_size: windows per forward; null: 65,536 tokens on a GPU, 4,096 on a CPU
     wandb: send the result there too: disabled | auto | online | offline
     chat_template: write the prompts of tasks by the model's chat template; null: if it has one
@@ -98,7 +98,7 @@ class EvalConfig(Group):
     wandb: str = key("disabled", choices=("disabled", "auto", "online", "offline"), compared=False)
     tasks: list[str] = key([], "run these of lm-evaluation-harness instead, such as [wikitext]")
     tasks_path: str | None = key(None, "folder with the YAML files of the tasks", needs="tasks")
-    fewshot: int | None = key(None, "examples; null: the task's", between=(0, 10**6), needs="tasks")
+    fewshot: int | None = key(None, "per question; null: task's", between=(0, 10**6), needs="tasks")
     chat_template: bool | None = key(None, needs="tasks")
     plugins: list[str] | None = key(None, PLUGINS)
     attention: AttentionConfig = group(AttentionConfig)
@@ -182,13 +182,13 @@ class SampleConfig(Group):
 
     checkpoint: str = key("", MODEL, positional=True)
     max_new_tokens: int = positive(200, "of each text; fewer if it ends", limit=2**31)
-    temperature: float = key(0.8, "0: always the likeliest; 1: as the model", between=(0.0, 100.0))
+    temperature: float = key(0.8, "0: always the likeliest; 1: unchanged", between=(0.0, 100.0))
     top_k: int | None = positive(None, limit=2**31, needs="temperature")
     top_p: float | None = key(None, above=0, between=(0, 1), needs="temperature")
     seed: int = key(1, "of the choices", between=SEEDS)
     device: str = key("auto", DEVICE, choices=("auto", "cpu", "cuda"))
     precision: str = key("auto", PRECISION, choices=("auto", "bf16", "fp32"))
-    attention: str | None = key(None, "of prompts; null: the run's, or flash", choices=DESCRIPTIONS)
+    attention: str | None = key(None, "backend; null: the run's, or flash", choices=DESCRIPTIONS)
     plugins: list[str] | None = key(None, PLUGINS)
 
 
@@ -215,7 +215,7 @@ class GenerateConfig(SampleConfig):
     prompts: .jsonl file instead: a `prompt` on each line, or `messages` of a chat
     """
 
-    prompt: str | None = key(None, "to continue; null: what a document begins with", literal=True)
+    prompt: str | None = key(None, "text to continue; null: a document's start", literal=True)
     prompts: str | None = key(None, suffix=".jsonl")
     chat: bool = key(False, "the prompt is a message, for the model's chat template")
     batch_size: int = positive(8, "prompts at a time", limit=2**20)

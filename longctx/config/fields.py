@@ -22,11 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 from longctx.config import other_names
 
 PLUGINS = "Python files of yours that register backends, sources, …: [my.py]; see docs/extend.md"
-MODEL = (
-    "runs/NAME, one of its checkpoints, a Hugging Face folder, OWNER/NAME or OWNER/NAME@REVISION"
-)
-
-MODEL = "runs/NAME, one of its checkpoints, a Hugging Face folder, OWNER/NAME, OWNER/NAME@REVISION"
+MODEL = "runs/NAME (newest checkpoint), one .ckpt, HF folder, or the Hub's OWNER/NAME[@REVISION]"
 DEVICE = "auto: a GPU if there is one | cpu | cuda"
 PRECISION = "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32"
 SEEDS = (0, 2**63 - 1)
@@ -212,7 +208,7 @@ def build(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     known, filled, messages = keys(schema), dict[str, Any](), list[str]()
     for name, value in values.items():
         try:
-            if name not in known:
+            if name not in known or "." in name:  # the keys of a group are nested
                 raise ValueError(f"{prefix}{unknown(name, known)}")
             if not known[name].is_group:
                 filled[name] = typed(f"{prefix}{name}", value, known[name])
@@ -221,7 +217,7 @@ def build(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
             else:
                 inner = f"{prefix}{name}.{next(iter(keys(known[name].type)))}"
                 problem = f"has keys of its own, such as {inner}"
-                raise ValueError(f"{prefix}{name}={str(value)[:60]}: {problem}")
+                raise ValueError(f"{prefix}{name}={shown(value)[:60]}: {problem}")
         except ValueError as error:
             messages += str(error).splitlines()
     refuse_all(messages)

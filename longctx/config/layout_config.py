@@ -36,10 +36,10 @@ def tile_size(tokens: int, limit: int) -> int:
 
 @dataclass
 class MemoryConfig(Group):
-    """Activations saved for backward, and their place; null: as in the policy, a set of values.
+    """Activations saved for backward, and their place; null: the value that the policy sets.
 
     policy: set by memory=NAME; auto: the first of fast, balanced, long that fits
-    recompute: computed again in backward: none | mlp | block: all (attention=flash: but attention)
+    recompute: computed again in backward: none | mlp | block (with flash: all but attention)
     keep_every: with recompute=block: save the input of every n-th block only
     mlp_tile: with recompute: tokens per tile of projections and MLP; 0: no tiles
     offload: with recompute=block: share of the saved activations in pinned host memory

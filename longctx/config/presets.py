@@ -63,7 +63,7 @@ def names(group: str) -> list[str]:
 
 def read(group: str, name: str) -> dict[str, Any]:
     """Return key → value of the preset `name`: what differs from the defaults."""
-    if name not in files(group):
+    if str(name) not in files(group):
         return {GROUPS[group].rpartition(".")[2]: name}
     values: dict[str, Any] = yaml.safe_load(files(group)[name].read_text()) or {}
     return values

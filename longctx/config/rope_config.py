@@ -35,9 +35,9 @@ class RopeConfig(Group):
 
     prefix = "rope."
     type: str = key("keep", "set by rope=NAME", choices=WAYS, short=True)
-    factor: float | None = key(None, "times original; null: seq_len / original", between=(1, 2**24))
-    original: int | None = key(None, "trained length; null: of config.json", between=(2, 2**31 - 1))
-    theta: float | None = key(None, "abf: base of the frequencies", above=1, needs="type=abf")
+    factor: float | None = key(None, "stretch by; null: seq_len / original", between=(1, 2**24))
+    original: int | None = key(None, "trained length; null: config.json's", between=(2, 2**31 - 1))
+    theta: float | None = key(None, "abf: new base of frequencies", above=1, needs="type=abf")
     options: dict[str, Any] = key({}, "the type's own: rope.options.beta_fast=32 of yarn")
 
     def problems(self) -> Iterator[str]:

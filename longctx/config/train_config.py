@@ -45,7 +45,7 @@ class WandbConfig:
     project: str = key("longctx", "the project that the run appears in")
     entity: str | None = key(None, "team or user; null: your default")
     mode: str = key("auto", choices=("auto", "online", "offline", "disabled"))
-    group: str | None = key(None, "drawn together; null: offline, a run and what continues it")
+    group: str | None = key(None, "runs drawn together; null: offline, a run and its resumes")
     job_type: str = key("train", "the kind of run, to filter by; eval.py's is eval")
     tags: list[str] = key([], "such as [baseline,h200]")
     notes: str | None = key(None, "a sentence about the run")
@@ -74,13 +74,13 @@ class TrainConfig(Group):
         values: text as it is typed, null for none, lists as [a,b]
     The same: longctx train key=value ...
 
-    seq_len: tokens per sequence, the model's context in training; max: the longest that fits
+    seq_len: tokens per sequence, its context in training; max: the longest that fits the GPU
     seq_len_schedule: [[tokens, steps], …]: shorter sequences first, the same tokens per step
-    batch_size: sequences per device and micro-batch; null: a whole step if it fits, or 16,384
+    batch_size: sequences per device and micro-batch; null: a whole step if it fits, else 16,384
         tokens
     accumulate: micro-batches per step; null: 65,536 tokens a step on a GPU, 4,096 on a CPU
     max_steps: optimizer steps; null: from max_tokens, else 300 on a GPU, up to 40 on a CPU
-    max_tokens: about so many instead of max_steps, padding included (tokens_seen counts none)
+    max_tokens: tokens to train on, in place of max_steps; counts padding, unlike tokens_seen
     lr: peak learning rate; null: 0.5 / model.channels, with init 2e-5, with lora 2e-4
     lr_schedule: the rate after the warm-up: cosine, linear: falls to min_lr_ratio · lr | wsd:
         stays, and falls over the last steps | inverse_sqrt: falls as 1 / √step | constant
@@ -98,7 +98,7 @@ class TrainConfig(Group):
     name: of the run's folder; null: made of what differs from the defaults, and a counter
     init: start from the model and tokenizer of a Hugging Face folder, of a run, runs/NAME, or of a
         model of the Hub, owner/name or owner/name@revision (branch, tag or commit)
-    transformers: auto: transformers computes a model of init= without a family | always | never
+    transformers: auto: transformers computes init= if no family here can | always | never
     dry_run: print the run and its predicted memory and time; train nothing
     val_every: steps between validations, also one at step 0; null: a fifth of the run, 20 or more
     val_rows: sequences of a validation; null: 262,144 tokens on a GPU, 32,768 on a CPU; 0: all
@@ -143,7 +143,7 @@ class TrainConfig(Group):
     plugins: list[str] | None = key(None, PLUGINS, resume=True)
     val_every: int | None = positive(None, resume=True)
     val_rows: int | None = key(None, between=(0, 10**9), resume=True)
-    sample_every: int | None = positive(None, "steps between samples; null: none", resume=True)
+    sample_every: int | None = positive(None, "steps per text sample; null: none", resume=True)
     sample_prompt: str | None = key(None, literal=True, needs="sample_every", resume=True)
     checkpoint_every: int = positive(200, "steps between checkpoints; also at the end", resume=True)
     keep_checkpoints: int = positive(2, "how many stay on disk, the newest", resume=True)
@@ -192,12 +192,14 @@ class TrainConfig(Group):
         # 16 bits lose a change of less than 1/256, so the average would stand still
         if self.memory.optimizer_state == "bf16" and self.betas[1] > 0.98:
             setting = f"memory.optimizer_state=bf16 with betas[1]={self.betas[1]}"
-            yield f"{setting}: too close to 1 for 16 bits; give up to 0.98, or fp32 or host"
+            yield f"{setting}: too close to 1 for 16 bits; use at most 0.98, or fp32 or host"
 
     def problems_of_new_run(self) -> Iterator[str]:
         """Yield a message for keys that a new run cannot have; a resumed one had them before."""
         if self.context.degree == 1 and self.context.method != "auto":
             yield f"context.method={self.context.method}: does nothing with context=1; give both"
+        if self.max_steps and (self.warmup_steps or 0) > self.max_steps:
+            yield f"warmup_steps={self.warmup_steps}: of {self.max_steps:,} steps; give fewer"
         if self.lora.rank is not None and self.init is None:
             yield f"lora.rank={self.lora.rank}: adds to trained weights; give init="
 

@@ -23,16 +23,16 @@ class ExpertsConfig(Group):
     """Experts in place of one feed-forward network, as in Mixtral: model.experts.count=8.
 
     dense_layers: layers without experts; the first is 0
-    router: softmax: the largest probabilities; sigmoid_bias: the largest σ + a bias, as in GLM-4.5
+    router: picks by: softmax: probability; sigmoid_bias: σ + an untrained bias, as in GLM-4.5
     shared: experts that compute every token, as in AFMoE
     clamp: c: gate · σ(1.702 gate) · (up + 1), gate ≤ c, up within ±c; null: silu(gate) · up
     balance: factor of the loss that balances experts (arXiv 2101.03961)
     """
 
     prefix = "model.experts."
-    count: int | None = key(None, "of a layer; null: one feed-forward network", between=(2, 4096))
+    count: int | None = key(None, "per layer; null: one feed-forward network", between=(2, 4096))
     per_token: int = positive(2, "experts that compute each token", limit=4096, needs="count")
-    ffn: int | None = positive(None, "of an expert; null: model.ffn", limit=2**20, needs="count")
+    ffn: int | None = positive(None, "inner width; null: model.ffn", limit=2**20, needs="count")
     dense_layers: list[int] = key([], between=(0, 4095), needs="count")
     router: str = key("softmax", choices=("softmax", "sigmoid_bias"), needs="count")
     shared: int = key(0, between=(0, 4096), needs="count")

@@ -39,14 +39,14 @@ class Multipliers(Group):
 class GPTConfig(Group):
     """Sizes of a GPT in Llama's architecture; the defaults are the `tiny` preset.
 
-    vocab_size: tokens; null: the tokenizer's, up to a multiple of 64
-    window_rope_theta: base in layers with the window, unscaled; null: rope_theta
+    vocab_size: null: the tokenizer's, rounded up to a multiple of 64
+    window_rope_theta: unscaled base in layers with the window; null: as others
     rotary_share: share of a head's channels that rotate, the first ones
     window: keys that a query sees, its own among them; null: all before it
-    window_layers: layers with the window; null: all
+    window_layers: layers with it, from 0; null: all
     norms: pre: before attention and MLP; post: after them (OLMo 2); sandwich: both (Gemma 2)
     qk_norm: RMSNorm of q and k, of each head or of all
-    attention_gate: channel: the output is multiplied by σ(W · input)
+    attention_gate: channel: attention's output times σ(W · input)
     query_growth: [beta,n]: queries are multiplied by 1 + beta · ln(1 + floor(position / n))
     context: tokens that weights of init= were made for; null: seq_len
     """
@@ -56,8 +56,8 @@ class GPTConfig(Group):
     layers: int = positive(4, "transformer blocks", limit=4096)
     channels: int = positive(128, "width of the residual stream", limit=2**20)
     heads: int = positive(4, "query heads", limit=2**20)
-    kv_heads: int = positive(2, "key-value heads, each of heads / kv_heads queries", limit=2**20)
-    head_dim: int | None = key(None, "of a head; null: channels / heads", between=(0, 2**20))
+    kv_heads: int = positive(2, "key-value heads, for heads / kv_heads query heads", limit=2**20)
+    head_dim: int | None = key(None, "head size; null: channels / heads", between=(0, 2**20))
     ffn: int = positive(384, "inner width of SwiGLU", limit=2**20)
     rope_theta: float = key(500000.0, "base of the rotary frequencies")
     window_rope_theta: float | None = key(None, above=0, needs="window")
@@ -77,7 +77,7 @@ class GPTConfig(Group):
     qk_norm: str = key("none", choices=("none", "head", "whole"))
     qk_norm_after_rope: bool = key(False, "q and k rotate before their norm", needs="qk_norm")
     attention_gate: str = key("none", choices=("none", "channel"))
-    attention_scale: float | None = key(None, "of scores; null: head size ** -0.5", above=0)
+    attention_scale: float | None = key(None, "score factor; null: 1 / √head size", above=0)
     sinks: bool = key(False, "a logit per head joins the softmax without a value, as in gpt-oss")
     query_growth: list[float] = key([])
     softcap: float | None = key(None, "c: attention's scores become c · tanh(score / c)", above=0)
@@ -316,7 +316,7 @@ class LoraConfig:
     """Training of low-rank additions to frozen weights: lora.rank=16.
 
     rslora: divide alpha, which is scaling · rank, by √rank in place of rank
-    base: of the blocks' frozen matrices: nf4, 4 bits, as in QLoRA; null: that of products
+    base: format of frozen matrices: nf4 (QLoRA, by bitsandbytes); null: that of products
     """
 
     rank: int | None = positive(None, "of the additions; null: all weights train", limit=4096)

@@ -103,7 +103,7 @@ def test_conversations_are_mixed_with_text(text_config, folder, corpus):
         ({"mix": {"a": {"packing": False}}}, "data.mix.a.packing: "),
         ({"preferences": "pairs", "mix": {"a": {}}}, "data.*preferences=pairs: data=embedded"),
         ({"mix": {"a": {"weight": 0}}}, "data.mix.a.weight=0"),
-        ({"mix": {"a": {"source": "books"}}}, "data.mix.a: data=books: .*embedded"),
+        ({"mix": {"a": {"source": "books"}}}, "data.mix.a: source=books: .*embedded"),
         ({"mix": {"a": {"source": "mix"}}}, "data.mix.a: data.source=mix: "),
         ({"mix": {"a": {"split": "x"}}}, "data.mix.a.split=x: data=embedded .*data=hub"),
         ({"chat": True, "mix": {"a": {}}}, "data.mix.a: data.chat=true: "),

@@ -86,7 +86,7 @@ def _member(place: str, config: DataConfig, own: Mapping[str, Any]) -> DataConfi
     name = own.get("source") or ("text" if own.get("path") else "embedded")
     with untrusted.named(place):
         refuse((name == "mix", "data.source=mix: no member of a mix; name the sources themselves"))
-        replace(config, source=name).validate()  # an unknown name
+        refuse((name not in SOURCES, f"source={name}: one of {', '.join(SOURCES)}"))
         source = SOURCES[name]
         others = {key for other in SOURCES.values() for key in other.keys} - source.keys
         others -= {"chat", "preferences"}
