@@ -334,8 +334,8 @@ def differing(schema: type, saved: dict[str, Any]) -> dict[str, Any]:
     values, usual = run_folder.flat(saved), run_folder.plain(schema())
     usual.pop("model", None)
     # Dotted keys and names of groups are what somebody wrote, also if they are the defaults
-    for name in [x for x in usual if isinstance(usual[x], dict) > isinstance(saved.get(x), dict)]:
-        del usual[name]
+    for group in [x for x in usual if isinstance(usual[x], dict) > isinstance(saved.get(x), dict)]:
+        del usual[group]
     for group in usual.keys() & presets.chosen(schema, {}).keys():
         key = presets.GROUPS[group]
         name = values.get(key, values.get(group))

@@ -45,8 +45,6 @@ if HAS_TRITON:
 class Grouped(nn.Linear):
     """The weights of one layer of all experts, stacked by rows; `Experts` multiplies them."""
 
-    forward: Any = None  # a product with all rows would be none of an expert
-
 
 class Correction(nn.Module):
     """A number for each expert, added to its score for the choice alone. It is not trained: loaded,

@@ -75,7 +75,7 @@ def verify(path: Path, reads: bool = True) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Hide a checkpoint, of which no reader may see half, to delete it; return its new path."""
+    """Hide a checkpoint before it is deleted, so that nobody reads half; return its new path."""
     hidden = path.with_name(f".{path.name}.removed")
     files.remove(hidden)
     os.rename(path, hidden)

@@ -118,7 +118,7 @@ class Saving:
         self.seconds = 0.0  # from `begin` until then
         self.warning: str | None = None
         self._started = time.monotonic()
-        self.until = math.inf  # then, or OTHERS later, rank 0 waits no longer for other ranks
+        self.until = math.inf  # when rank 0 of a failing run stops waiting for others
 
     def begin(self, thread: ThreadPoolExecutor, memory: list[Tensor] | None = None) -> None:
         """Let `thread` write a copy of the tensors in `memory`. Without `memory` it writes the

@@ -99,7 +99,7 @@ def preferences(prefix: str, word: str) -> Iterator[Metric]:
         ("rewards/rejected", "rejected reward", Shown.NOWHERE),
         ("logps/chosen", "chosen log p", Shown.NOWHERE),
         ("logps/rejected", "rejected log p", Shown.NOWHERE),
-        ("kl", "KL from the reference", Shown.NOWHERE),
+        ("kl", "KL from the reference", CURVE),
     ):
         yield Metric(f"{prefix}{key}", f"{word}{label}", ".3f", shown=view)
 

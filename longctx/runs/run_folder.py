@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -74,13 +74,13 @@ def create(root: Path, name: str | None, beginning: str) -> Path:
     return folder
 
 
-def fill(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write the files `texts` of a new run; a failure removes the folder, which would look like a
-    run.
+def fill(folder: Path, texts: Callable[[], Mapping[str, str]]) -> None:
+    """Write the files that `texts` returns of a new run; a failure removes the folder, which would
+    look like a run.
     """
     try:
         (folder / "checkpoints").mkdir()
-        for file, text in texts.items():
+        for file, text in texts().items():
             files.write_text(folder / file, text)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -88,13 +88,14 @@ def fill(folder: Path, texts: Mapping[str, str]) -> None:
 
 
 def go_back(checkpoint: Path, damaged: Mapping[Path, str], texts: Mapping[str, str]) -> None:
-    """Take the folder of a resumed run back to its `checkpoint`: drop later metrics, set newer
-    `damaged` ones aside, remove half-written files of killed processes, write `texts_of` the run.
+    """Take the folder of a resumed run back to its `checkpoint`: remove what killed processes
+    wrote half, drop later metrics, set newer `damaged` ones aside, write `texts_of` the run.
     """
     folder = checkpoint.parent.parent
-    metrics_file.drop_after(folder, step_of(checkpoint))
+    # First, since the disk may be full of them
     for path in (folder, checkpoint.parent):
         files.remove_partial(path)
+    metrics_file.drop_after(folder, step_of(checkpoint))
     for path, damage in damaged.items():
         aside = path.with_name(f"{path.name}.damaged")
         files.remove(aside)

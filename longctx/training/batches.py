@@ -101,7 +101,7 @@ class Sequences:
         """
         seed, workload, offset = self.run.config.seed, self.run.workload, 0
         for stage in self.stages:
-            # None is left of a stage that is done
+            # A stage that is done has no steps left
             steps = range(max(steps_done, stage.first), stage.last)
             consumed = max(0, steps_done - stage.first) * self.per_step(stage)
             numbers = iter(stage.data.order(seed, rank, workload.data_ranks, consumed))

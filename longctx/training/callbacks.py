@@ -111,6 +111,7 @@ class EarlyStopping(Callback):
     loss: float | None = None  # the lowest
     step = 0  # of the lowest loss
     since = 0  # validations since then
+    kept: tuple[float, int] | None = None  # the lowest loss since keep_best=true, and its step
 
     def validated(self, step: int, row: dict[str, Any]) -> None:
         # Before the first step there is no checkpoint to keep
@@ -120,11 +121,14 @@ class EarlyStopping(Callback):
             self.loss, self.step, self.since = row["val_loss"], step, 0
         else:
             self.since += 1
+        is_best = self.kept is None or row["val_loss"] < self.kept[0]
+        if is_best and self.parts.run.config.keep_best:
+            self.kept = row["val_loss"], step
 
     @property
     def kept_step(self) -> int:
         """The step whose checkpoint is not deleted; 0 for none."""
-        return self.step if self.parts.run.config.keep_best else 0
+        return self.kept[1] if self.kept and self.parts.run.config.keep_best else 0
 
     def ends(self) -> bool:
         patience = self.parts.run.config.patience
@@ -140,16 +144,17 @@ class EarlyStopping(Callback):
             )
 
     def state(self) -> dict[str, Any]:
-        state = {"loss": self.loss, "step": self.step, "since": self.since}
-        return state | {"kept": self.kept_step, "val_rows": self.parts.run.val_rows}
+        kept = self.kept if self.parts.run.config.keep_best else None
+        state = {"loss": self.loss, "step": self.step, "since": self.since, "kept": kept}
+        return state | {"val_rows": self.parts.run.val_rows}
 
     def restore(self, state: dict[str, Any]) -> None:
-        # Losses of other sequences are not compared, nor one whose checkpoint was not kept
-        run = self.parts.run
-        is_lost = run.config.keep_best and not state.get("kept")
-        if not is_lost and state.get("val_rows") == run.val_rows:
-            self.loss = None if state["loss"] is None else float(state["loss"])
-            self.step, self.since = int(state["step"]), int(state["since"])
+        if state.get("val_rows") != self.parts.run.val_rows:
+            return  # losses of other sequences are not compared
+        self.loss = None if state["loss"] is None else float(state["loss"])
+        self.step, self.since = int(state["step"]), int(state["since"])
+        if kept := state["kept"]:
+            self.kept = float(kept[0]), int(kept[1])
 
 
 class Spikes(Callback):

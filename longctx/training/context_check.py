@@ -167,7 +167,9 @@ def small(run: Run) -> Run:
     size, unpacked = min(workload.batch_size, FEW), replace(workload.lora, base=None)
     precision = "bf16" if workload.precision == "fp8" else workload.precision
     workload = replace(workload, seq_len=length, batch_size=size, accumulate=FEW, model=model)
-    workload = replace(workload, precision=precision, bf16_layers=(), lora=unpacked)
+    memory, most = workload.memory, max(1, length // (3 * workload.context))
+    memory = replace(memory, mlp_tile=min(memory.mlp_tile or 0, most))  # several, as in the run
+    workload = replace(workload, precision=precision, bf16_layers=(), lora=unpacked, memory=memory)
     config = replace(run.config, init=None, seq_len_schedule=None)
     if config.objective.traits.collate is not None:
         config = replace(config, objective=ObjectiveConfig.of())

@@ -78,7 +78,7 @@ def fingerprint(workload: Workload, device: torch.device) -> dict[str, str]:
 
 
 def locked(run: Run) -> Run:
-    """Return `run` with its lock, and a line if a resumed one has others than its checkpoint's.
+    """Return `run` with its lock, and a line if its kernels are not those of its checkpoint.
 
     Raises ValueError, one line with every field that differs, unless kernel.lock=record accepts
     the difference.

@@ -57,7 +57,7 @@ def train(request: Request[TrainConfig], processes: Launched) -> int:
 
 
 def decided(request: Request[TrainConfig], machine: Machine, is_first: bool) -> Run | None:
-    """Return the run that rank 0 decides for all ranks."""
+    """Return the run that rank 0 decides for all ranks; None on the others."""
     return resolve(request, machine) if is_first else None
 
 

@@ -99,9 +99,11 @@ class Saver:
         be written.
         """
         if self.is_under_way:
-            if self.saving is not None:
-                self._written(self.saving)
-            self.parallel.barrier()
+            # Rank 0 waits in a collective, which times out if another rank is stopped
+            for is_turn in (not self.parallel.is_first, self.parallel.is_first):
+                if is_turn and self.saving is not None:
+                    self._written(self.saving)
+                self.parallel.barrier()
             self.is_under_way = False
 
     def _written(self, saving: Saving) -> None:

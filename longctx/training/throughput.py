@@ -159,7 +159,7 @@ class Meter:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from `state`; rank 0 takes the sums over all ranks."""
         self.tokens_seen, self.seconds = int(state["tokens_seen"]), float(state["seconds"])
-        self.device_seconds = float(state["device_seconds"])
+        self.device_seconds = float(state.get("device_seconds", self.seconds))
         self.spent, self.waited = float(state["spent"]), float(state["waited"])
         self.steps = self.steps_before = int(state["steps"])
         # The saved sums are over all ranks, so only one rank may add them
