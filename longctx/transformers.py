@@ -32,6 +32,7 @@ except ImportError as error:
     remedy = "pip install 'longctx-train[transformers]'"
     raise ImportError(f"longctx.transformers needs transformers 5 or later: {remedy}") from error
 
+from longctx import untrusted
 from longctx.attention import Attention, Mask, Scores, attention
 from longctx.attention.registry import registered
 from longctx.config.fields import refuse
@@ -424,11 +425,12 @@ def check(model: Any) -> None:
     vouch(config)
     problem = "it cannot be computed"
     try:
-        try:
-            problem, _ = differences(model, name, lengths, packed)
-        # Layers that are counted elsewhere in the config, as Jamba's, are computed all
-        except (IndexError, TypeError):
-            problem, _ = differences(model, name, lengths, packed, config.num_hidden_layers)
+        with untrusted.named(f"model_type={kind}", f"{problem}: {{}}", (Exception,)):
+            try:
+                problem, _ = differences(model, name, lengths, packed)
+            # Layers that are counted elsewhere in the config, as Jamba's, are computed all
+            except (IndexError, TypeError):
+                problem, _ = differences(model, name, lengths, packed, config.num_hidden_layers)
     finally:
         if problem:
             del _checked[id(config)]

@@ -98,10 +98,10 @@ def text_tensors(folder: Path) -> dict[str, Stored]:
     for name in [name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)]:
         if name + SCALES in stored:
             blocks, scales = stored.pop(name + BLOCKS), stored.pop(name + SCALES)
-            # Without a shape, which no tensor of a model has, if it is not in bytes
             is_bytes = blocks.dtype == scales.dtype == "U8"
-            shape = shape_of_mxfp4(blocks.shape, scales.shape) if is_bytes else ()
-            stored[name] = blocks._replace(shape=shape, dtype="BF16", scales=scales)
+            dtype = "BF16" if is_bytes else "MXFP4 that is not in bytes"
+            shape = shape_of_mxfp4(blocks.shape, scales.shape)
+            stored[name] = blocks._replace(shape=shape, dtype=dtype, scales=scales)
     if not wraps(folder):
         return stored
     named = {text_name(name): tensor for name, tensor in stored.items()}

@@ -113,6 +113,8 @@ def _header(file: Path) -> dict[str, Stored]:
                 name: Stored(file, tuple(x.get_shape()), x.get_dtype(), name)
                 for name, x in slices.items()
             }
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{file}: no such file, but the index names it") from None
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file}: not a whole safetensors file ({error})") from error
 

@@ -202,8 +202,9 @@ class GPT(nn.Module):
             x = shards.gathered(x)[:, :T] if at is None else shards.at(x, at)
             return self.logits(x, lm_head)
         # A mean is over target tokens of whole sequences; a rank knows only its own share
-        scored = (targets != IGNORED).sum()
-        if reduction == "mean" and context.ranks.count > 1:
+        is_shared = reduction == "mean" and context.ranks.count > 1
+        scored: Any = (targets != IGNORED).sum() if balance is not None or is_shared else 0
+        if is_shared:
             mean = 1.0 / scored.clamp(min=1)
             reduction, scale = "sum", mean if scale is None else mean * scale
         targets = shards.local(F.pad(targets, (0, N - T), value=IGNORED))

@@ -140,14 +140,29 @@ def merge(model: GPT) -> GPT:
     return model.requires_grad_(True)
 
 
-def merged_weight(name: str, weights: Mapping[str, Any], config: LoraConfig) -> Any:
-    """Return the weight `name` of a checkpoint, with what LoRA trained added, and unpacked: then it
-    is in fp32.
+class MergedRows:
+    """The weight `name` of a checkpoint, unpacked, with what LoRA trained added: x[first:last]
+    computes those rows alone, in fp32, since a rank may hold a part of them.
     """
-    weight, layer = weights[name], name.removesuffix(".weight")
-    if packed.is_packed(weight):
-        weight = packed.unpacked(weight[:], torch.float32)
-    if f"{layer}.lora_b" not in weights:
-        return weight
-    a, b = weights[f"{layer}.lora_a"][:], weights[f"{layer}.lora_b"][:]
-    return weight[:].float() + config.factor * (b @ a)
+
+    def __init__(self, name: str, weights: Mapping[str, Any], factor: float) -> None:
+        self.weight, layer = weights[name], name.removesuffix(".weight")
+        self.a, self.b = (weights.get(f"{layer}.lora_{x}") for x in "ab")
+        self.is_packed, self.factor = packed.is_packed(self.weight), factor
+        width = self.weight.shape[1]
+        columns = packed.columns(width) if self.is_packed else width
+        self.shape = torch.Size((self.weight.shape[0], columns))
+
+    def __getitem__(self, at: slice) -> Tensor:
+        rows = self.weight[at]
+        rows = packed.unpacked(rows, torch.float32) if self.is_packed else rows.float()
+        if self.a is None or self.b is None:
+            return rows
+        return rows + self.factor * (self.b[at] @ self.a[:])
+
+
+def merged_weight(name: str, weights: Mapping[str, Any], config: LoraConfig) -> Any:
+    """Return the weight `name` of a checkpoint as it is, or as `MergedRows`."""
+    has_added = f"{name.removesuffix('.weight')}.lora_b" in weights
+    is_plain = not has_added and not packed.is_packed(weights[name])
+    return weights[name] if is_plain else MergedRows(name, weights, config.factor)

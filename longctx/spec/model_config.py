@@ -231,10 +231,12 @@ class GPTConfig(Group):
         if rotated < 2 or rotated % 2 or self.head_size % 2:
             yield (
                 f"model.head_dim={self.head_size} (null: channels / heads) model.rotary_share="
-                f"{self.rotary_share}: {rotated} channels of a head rotate; both must be even"
+                f"{self.rotary_share}: a head has {self.head_size} channels and {rotated} of them "
+                "rotate; both must be even numbers of at least 2"
             )
         if experts.count is not None and experts.per_token > experts.count:
-            yield f"model.experts.per_token={experts.per_token}: of {experts.count} experts"
+            limit = f"more than model.experts.count={experts.count}; give at most that"
+            yield f"model.experts.per_token={experts.per_token}: {limit}"
         if experts.count is not None and (self.channels % 8 or self.expert_ffn % 8):
             sizes = f"model.channels={self.channels} model.experts.ffn={self.expert_ffn}"
             yield f"{sizes}: the grouped products of experts take multiples of 8"

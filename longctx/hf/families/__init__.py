@@ -13,7 +13,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from longctx import untrusted
+from longctx import files, untrusted
 from longctx.config.fields import refuse
 from longctx.hf.families.config_json import ConfigJson
 from longctx.hf.families.family import FAMILIES, TABLES, Family, register
@@ -43,9 +43,11 @@ def read_model(folder: str | Path) -> tuple[Family, GPTConfig]:
         raise source.error(f"model_type={model_type} is not covered yet; there are {known}")
     family = FAMILIES[model_type]
     # Such as a number in the place of a list
-    problem, others = "its keys are not as transformers writes them: {}", (TypeError, KeyError)
-    with untrusted.named(source.file, problem, (AttributeError, IndexError, *others)):
+    try:
         return family, replace(family.read(source), source=dict(source))
+    except (AttributeError, IndexError, TypeError, KeyError) as error:
+        reason = f"{type(error).__name__}: {files.one_line(error)}"
+        raise source.error(f"its keys are not as transformers writes them ({reason})") from error
 
 
 def read_config(folder: str | Path, by_transformers: str = "auto") -> GPTConfig:

@@ -48,7 +48,7 @@ class ConfigJson(dict[str, Any]):
         super().__init__(keys)
         self.file = file
 
-    def with_keys(self, **keys: Any) -> ConfigJson:
+    def with_keys(self, /, **keys: Any) -> ConfigJson:
         """Return the same with `keys` in the place of its own."""
         return ConfigJson(self.file, self | keys)
 
