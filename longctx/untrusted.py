@@ -49,7 +49,7 @@ def named(
     try:
         yield
     except errors as error:
-        reason = getattr(error, "strerror", None) or one_line(error)
+        reason = getattr(error, "strerror", None) or one_line(error)[:300]
         raise ValueError(f"{prefix}: {problem.replace('{}', reason)}") from error
 
 

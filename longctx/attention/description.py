@@ -49,7 +49,7 @@ class Description:
     # kernel → the results of "out", "dq", "dk", "dv" that have the same bits in every run of it on
     # one machine; the kernel lock of a run holds their hashes
     reproducible: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    # As in rates.toml; the default is that of torch's fused kernels
+    # Such as {"fused": {"64": (0.3, 0.3)}}: shares of the peak; default: torch's fused kernels
     rates: Rates = field(default_factory=lambda: RATES["sdpa"])
     # Speed on a CPU, as a multiple of sdpa's; attention=auto compares it there. Of ours: training's
     # passes of 512 to 4,096 tokens, causal, packed and windowed, on two cores.

@@ -3,7 +3,7 @@
 NCCL waits half an hour for a rank that never comes or has died. So each rank leaves its device in a
 store, and rank 0 looks whether all fit. Keys are polled: torch hears no signal while it waits. A
 supervisor sees a rank that dies. Under torchrun and srun each rank keeps a connection to rank 0,
-which the kernel closes if the process is killed; of a stopped one (SIGSTOP) collectives time out.
+which the kernel closes if the process is killed. If one is stopped (SIGSTOP), collectives time out.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class Meeting:
         os._exit(int(words or b"1"))
 
     def _open_store(self) -> dist.Store:
-        """Return torch's store: a file for the ranks of a supervisor, else served by rank 0, on one
-        machine on loopback alone, or by torchrun's agent.
+        """Return torch's store: a file for the ranks of a supervisor. Otherwise rank 0 serves it,
+        on one machine on loopback alone, or torchrun's agent does.
         """
         launched = self.launched
         if launched.shared is not None:

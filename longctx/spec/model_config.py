@@ -297,7 +297,9 @@ class GPTConfig(Group):
         """Raise ValueError unless ours is the model's own attention, of documents if `packing`."""
 
     def packs(self, device: str, precision: str, seq_len: int, is_shared: bool) -> bool:
-        """Prove it; return False if a document needs a sequence of its own, that is not shared."""
+        """Prove it; return False if each document needs a sequence of its own, which is an error if
+        ranks share sequences (`is_shared`).
+        """
         return True
 
     def measured(self, step: Any, say: Callable[[str], None]) -> Any:
@@ -322,7 +324,7 @@ class LoraConfig:
     """
 
     rank: int | None = positive(None, "of the additions; null: all weights train", limit=4096)
-    scaling: float = key(2.0, "factor of the additions, others' alpha / rank", needs="rank")
+    scaling: float = key(2.0, "factor of the additions, elsewhere alpha / rank", needs="rank")
     rslora: bool = key(False, needs="rank")
     targets: list[str] = key(
         list(LORA_TARGETS), "layers", choices=(*LORA_TARGETS, "gate"), distinct=True, needs="rank"
