@@ -249,11 +249,19 @@ def test_devices_listen_on_loopback_alone(overrides_in, tmp_path):
 STRANGERS = [b"", b"GET / HTTP/1.1\r\nHost: node1\r\n\r\n"]
 
 
-def stranger(port: int, words: bytes) -> socket.socket:
-    """Connect to a port of this machine and say `words`."""
-    client = socket.create_connection(("127.0.0.1", port))
-    client.sendall(words)
-    return client
+def stranger(
+    port: int, words: bytes, process: subprocess.Popen[str] | None = None
+) -> socket.socket:
+    """Connect to a port of this machine and say `words`, once `process` listens there."""
+    while process is None or process.poll() is None:
+        try:
+            client = socket.create_connection(("127.0.0.1", port))
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+        else:
+            client.sendall(words)
+            return client
+    raise AssertionError(process.communicate())
 
 
 def test_strangers_do_not_hold_up_a_greeting(monkeypatch):
@@ -265,6 +273,18 @@ def test_strangers_do_not_hold_up_a_greeting(monkeypatch):
         assert [peer.rank for peer in peers.values()] == [1]
         for client in clients:
             client.close()
+
+
+@pytest.mark.slow
+def test_strangers_do_not_hold_up_the_start(overrides, tmp_path):
+    port = free_ports(1)[0]
+    command = [str(SCRIPT), *overrides(name="r", max_steps=2)]
+    first = begin(command, tmp_path, **of_srun(0, 2, port))
+    clients = [stranger(port, words, first) for words in STRANGERS]
+    tasks = [first, begin(command, tmp_path, **of_srun(1, 2, port))]
+    assert [errors_of(task, code=0) for task in tasks] == [[], []]
+    for client in clients:
+        client.close()
 
 
 @pytest.mark.slow
