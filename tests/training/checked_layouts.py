@@ -25,7 +25,7 @@ from longctx.attention.registry import Attention
 from longctx.cli import compose
 from longctx.config.asked import with_vocabulary, workload_of
 from longctx.data import Data, load
-from longctx.data.sequences import IGNORED
+from longctx.data.sequences import IGNORED, PackedSequences
 from longctx.model import GPT
 from longctx.parallel.mesh import Parallel
 from longctx.training import context_check, module
@@ -36,6 +36,7 @@ from tests.training.sample_run import on_all_ranks
 begin, attend, forward = TrainState.__init__, Attention.__call__, GPT.forward
 clip, order, weight_of = module.clip_gradients, Data.order, Parallel.loss_weight
 accumulates, windowed = Parallel.accumulates, Mask.windowed
+read_row = PackedSequences.__getitem__
 work: Any = None  # of the model that computes now: faults are of several ranks alone
 
 
@@ -135,6 +136,11 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "rows of each rank": (
         *(Data, "order"),
         lambda self, seed, *rest: order(self, seed + dist.get_rank(), *rest),
+    ),
+    # Row numbers are right; the tokens are those of another tokenizer
+    "tokens of each rank": (
+        *(PackedSequences, "__getitem__"),
+        lambda self, row: (x := read_row(self, row)) | {"tokens": x["tokens"] + dist.get_rank()},
     ),
 }
 
