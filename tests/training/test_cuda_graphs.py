@@ -151,6 +151,14 @@ def test_a_captured_run_resumes_bit_for_bit(trained):
 
 
 @pytest.mark.gpu
+def test_unordered_embedding_gradients_are_captured(trained):
+    keys = SMALL | {"deterministic": False}
+    runs = (trained(f"{x}", **keys, graphs=x) for x in (False, True))
+    without, captured = map(sample_run.losses, runs)
+    assert captured == pytest.approx(without, rel=1e-3)
+
+
+@pytest.mark.gpu
 def test_a_failed_capture_is_one_line(overrides):
     keys = overrides(**SMALL | {"deterministic": False, "graphs": True})
     # A process of its own: a capture that fails leaves torch's generators unusable.
