@@ -279,7 +279,7 @@ class FamilyTests:
         keys |= self.rope_keys({"rope_theta": 5000.0} | ROPES[rope]) | dict(self.stretched)
         check_parity(self.config(0, **keys), tmp_path, self.rewritten)
 
-    def test_missing_keys_have_the_values_of_transformers(self, tmp_path):
+    def test_missing_keys_are_those_of_transformers_and_unknown_ones_are_refused(self, tmp_path):
         keys = {k: SIZES[k] for k in ("vocab_size", "num_hidden_layers", "intermediate_size")}
         keys |= {"hidden_size": 64, "num_attention_heads": 32} | SPECIAL | dict(self.special)
         (tmp_path / "config.json").write_text(
@@ -288,6 +288,9 @@ class FamilyTests:
         missing = read_config(tmp_path)
         self.config_class(**keys).to_json_file(tmp_path / "config.json", use_diff=False)
         assert missing == read_config(tmp_path)
+        (tmp_path / "config.json").write_text(json.dumps(self.content() | {"logit_scale": 0.5}))
+        with pytest.raises(ValueError, match=r"config\.json: logit_scale=0\.5 "):
+            read_config(tmp_path)
 
     def test_keys_that_are_not_read_change_nothing_in_transformers(self, tmp_path):
         """Each field of the class in transformers is read, refused, or without effect."""
