@@ -113,8 +113,10 @@ def test_a_rank_that_cannot_write_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_write, "OTHERS", 0.0)
     with files_below(100_000):
         savings = [save(rank) for rank in range(RANKS)]
-        problems = [str(saving.written.exception()) for saving in savings[1:]]
-        savings[0].until = 0.0
+        try:
+            problems = [str(saving.written.exception(300)) for saving in savings[1:]]
+        finally:  # or rank 0's thread waits for ever
+            savings[0].until = 0.0
         assert savings[0].written.exception() is None
     assert "File too large" in problems[0] and problems[1] == "None"
     assert not (tmp_path / "x").exists()
@@ -127,10 +129,14 @@ def test_rank_0_names_the_folder_last(tmp_path):
         share = {"x": Sharded(x[cut[rank]].clone(), x.shape, cut)}
         savings.append(Held(path, {}, share, rank, RANKS))
         savings[-1].hold()
-    for saving in savings[1:]:
-        saving.release()
-        assert not path.exists()
-    savings[0].release()
+    savings[0].released.set()
+    try:
+        for saving in savings[1:]:
+            assert not path.exists()
+            saving.release()
+        savings[0].written.result(300)
+    finally:  # or rank 0's thread waits for ever
+        savings[0].until = 0.0
     checkpoint_index.verify(path)
     assert torch.equal(read(path)["x"][:], x) and list(tmp_path.iterdir()) == [path]
 
