@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -74,13 +74,15 @@ def create(root: Path, name: str | None, beginning: str) -> Path:
     return folder
 
 
-def fill(folder: Path, texts: Callable[[], Mapping[str, str]]) -> None:
-    """Write the files that `texts` returns of a new run; a failure removes the folder, which would
-    look like a run.
+def fill(
+    folder: Path, texts: dict[str, str], settings: dict[str, Any], lock: dict[str, Any] | None
+) -> None:
+    """Write the files `texts` of a new run, and `texts_of` it; a failure removes the folder, which
+    would look like a run.
     """
     try:
         (folder / "checkpoints").mkdir()
-        for file, text in texts().items():
+        for file, text in (texts | texts_of(settings, lock)).items():
             files.write_text(folder / file, text)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

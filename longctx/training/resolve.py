@@ -94,5 +94,5 @@ def resolve(
         return replace(run, folder=root / (name or stem))
     folder = run_folder.create(root, name, stem)
     config, saved = replace(run.config, name=folder.name), run.saved | {"name": folder.name}
-    run_folder.fill(folder, lambda: texts | run_folder.texts_of(saved, run.kernel_lock))
+    run_folder.fill(folder, texts, saved, run.kernel_lock)
     return replace(run, config=config, saved=saved, folder=folder)
