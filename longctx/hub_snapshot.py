@@ -48,10 +48,10 @@ def model_name(text: str) -> ModelName | None:
 
 def pinned(text: str, key: str) -> str:
     """Return `text`, given as `key`, with the commit that its revision means now; a path as it is.
-    Raises as `folder`.
+    Brings all settings into the cache. Raises as `folder`.
     """
     name = model_name(text)
-    return text if name is None else f"{name.repo}@{folder(text, key).name}"
+    return text if name is None else f"{name.repo}@{_downloaded(name, f'{key}={text}').name}"
 
 
 def folder(text: str, key: str, weights: Sequence[str] = ()) -> Path:
@@ -63,24 +63,19 @@ def folder(text: str, key: str, weights: Sequence[str] = ()) -> Path:
     name = model_name(text)
     if name is None:
         return Path(text).expanduser().resolve()
-    from huggingface_hub import HfApi, constants, snapshot_download
+    if COMMIT.fullmatch(name.revision or ""):
+        with suppress(Exception):
+            return _snapshot(name, weights, is_local=True)
+    return _downloaded(name, f"{key}={text}", weights)
 
-    # In other folders are copies for other programs, and earlier checkpoints
-    wanted = {"allow_patterns": [*SETTINGS, *weights], "ignore_patterns": ["*/*"]}
 
-    def snapshot(is_local: bool) -> Path:
-        where: Any = wanted | {"revision": name.revision, "local_files_only": is_local}
-        found = Path(snapshot_download(name.repo, **where))
-        if missing := [file for file in weights if not (found / file).exists()]:
-            raise FileNotFoundError(f"it lacks {', '.join(missing)}")
-        return found
+def _downloaded(name: ModelName, setting: str, weights: Sequence[str] = ()) -> Path:
+    """Return the folder of `name` from the Hub, or from the cache if the Hub cannot be reached."""
+    from huggingface_hub import HfApi, constants
 
-    setting, unreachable = f"{key}={text}", None
+    unreachable = None
     try:
-        if COMMIT.fullmatch(name.revision or ""):
-            with suppress(Exception):
-                return snapshot(is_local=True)
-        else:
+        if not COMMIT.fullmatch(name.revision or ""):
             # Only this call ends if the server is silent
             HfApi().model_info(name.repo, revision=name.revision, timeout=10)
     except Exception as error:  # transports and library raise their own
@@ -89,12 +84,35 @@ def folder(text: str, key: str, weights: Sequence[str] = ()) -> Path:
             raise failure(setting, error) from error
         unreachable = error
     try:
-        found = snapshot(is_local=unreachable is not None)
+        found = _snapshot(name, weights, is_local=unreachable is not None)
     except Exception as error:
+        if files.is_full(error):
+            raise
         raise failure(setting, unreachable or error) from error
     # The user asked for HF_HUB_OFFLINE, and needs no notice of it
     if unreachable is not None and not constants.HF_HUB_OFFLINE:
         print(f"{setting}: {files.one_line(unreachable)}; using the cache", file=sys.stderr)
+    return found
+
+
+def _snapshot(name: ModelName, weights: Sequence[str], is_local: bool) -> Path:
+    """Return the folder of `name` in the cache; `is_local` downloads nothing, and raises
+    FileNotFoundError if config.json or one of `weights` is not there.
+    """
+    from huggingface_hub import snapshot_download
+
+    found = Path(
+        snapshot_download(
+            name.repo,
+            revision=name.revision,
+            allow_patterns=[*SETTINGS, *weights],
+            ignore_patterns=["*/*"],  # copies for other programs, and earlier checkpoints
+            local_files_only=is_local,
+        )
+    )
+    missing = [file for file in ("config.json", *weights) if not (found / file).exists()]
+    if is_local and missing:
+        raise FileNotFoundError(f"it lacks {', '.join(missing)}")
     return found
 
 

@@ -149,6 +149,52 @@ def test_only_settings_and_named_weights_arrive(machine, tmp_path):
     assert machine("me/small@old")[1][0] == f"me/small@{OLD}"
 
 
+def test_what_another_program_has_left_out_of_the_cache_is_downloaded(machine, tmp_path):
+    place = tmp_path / "models--me--small" / "snapshots" / NEW
+    place.mkdir(parents=True)
+    (place / "config.json").write_bytes(FILES["config.json"])
+    name = f"me/small@{NEW}"
+    assert machine(name, "model.safetensors")[:2] == (0, [name, str(place)])
+    assert {path.name for path in place.iterdir()} == SETTINGS | {"model.safetensors"}
+
+
+PICKLES = """
+from longctx.hf.model_folder import with_weights
+try:
+    with_weights("me/small", "init")
+except OSError as error:
+    print(error)
+"""
+
+
+def test_a_model_of_pickles_alone_is_no_matter_of_a_login(machine, monkeypatch):
+    monkeypatch.delitem(FILES, "model.safetensors")
+    code, [line], err = machine(script=PICKLES)
+    assert code == 0 and "give one in safetensors" in line and "log in" not in line, err
+
+
+FULL = """
+import errno, os, huggingface_hub
+from longctx import files, hub_snapshot
+
+def full(*args, **options):
+    try:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        raise RuntimeError("no chunk could be written") from error
+
+huggingface_hub.snapshot_download = full
+try:
+    hub_snapshot.pinned("me/small", "init")
+except Exception as error:
+    print(files.is_full(error), error)
+"""
+
+
+def test_a_full_disk_is_no_matter_of_a_login(machine):
+    assert machine(script=FULL) == (0, ["True no chunk could be written"], "")
+
+
 def test_the_cache_answers_without_the_hub_if_it_is_whole(machine, monkeypatch):
     lines = machine("me/small", "model.safetensors")[1]
     Hub.requests.clear()
