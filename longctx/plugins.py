@@ -45,7 +45,7 @@ def _load(argument: str, expected: str) -> str:
         module = sys.modules[name] = ModuleType(name)
         module.__file__ = str(path)
         try:
-            exec(compile(source, path, "exec"), vars(module))
+            exec(compile(source, path, "exec", dont_inherit=True), vars(module))
         except Exception as error:
             del sys.modules[name]
             # The last line in this file; a SyntaxError has its own
@@ -70,9 +70,10 @@ def check_named(recorded: Any, given: Sequence[str] | None, place: Path) -> None
             f"{shlex.quote(as_typed(recorded))}, or plugins=[] to go without"
         )
     entries = [str(entry).partition(HASH) for entry in recorded]
-    digests = {Path(path).name: digest for path, _, digest in entries}
+    names = {Path(path).name for path, _, digest in entries if digest}
+    known = {digest for _, _, digest in entries}
     for path, _, digest in (entry.partition(HASH) for entry in given or ()):
-        if digests.get(Path(path).name, "") not in ("", digest):
+        if Path(path).name in names and digest not in known:
             print(f"warning: plugins={path}: changed since {place} recorded it", file=sys.stderr)
 
 

@@ -182,3 +182,23 @@ def test_a_plugin_that_changes_under_a_start_is_refused(here):
     (here / "my.py").write_text("x = 2\n")
     with pytest.raises(ValueError, match=r"plugins=.*my\.py"):
         plugins.load([recorded])
+
+
+def test_annotations_of_a_plugin_are_objects(here):
+    (here / "my_own.py").write_text("def f(x: int): ...\n")
+    plugins.load(["my_own.py"])
+    (name,) = (name for name in sys.modules if name.startswith("my_own_"))
+    assert sys.modules[name].f.__annotations__["x"] is int
+
+
+def test_plugins_of_one_name_are_told_apart(here, capsys):
+    for folder in ("a", "b"):
+        (here / folder).mkdir()
+        (here / folder / "my_own.py").write_text(f"x = '{folder}'\n")
+    words = ["a/my_own.py", "b/my_own.py"]
+    recorded = plugins.load(words)
+    plugins.check_named(recorded, recorded, here)
+    assert capsys.readouterr().err == ""
+    (here / "a" / "my_own.py").write_text("x = 'c'\n")
+    plugins.check_named(recorded, plugins.load(words), here)
+    assert capsys.readouterr().err.count("changed since") == 1
