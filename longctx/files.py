@@ -92,8 +92,12 @@ def to_disk(path: Path) -> None:
 
 def check_writable(folder: Path) -> None:
     """Raise OSError unless files can be made in `folder`."""
-    if not os.access(folder, os.W_OK):
-        raise OSError(f"{folder}: no file can be made there")
+    probe = folder / f".probe.{os.getpid()}"
+    try:
+        probe.mkdir(exist_ok=True)
+        remove(probe)
+    except OSError as error:
+        raise OSError(f"{folder}: no file can be made there: {error.strerror}") from error
 
 
 def is_full(error: BaseException | None) -> bool:

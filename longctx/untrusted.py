@@ -86,19 +86,19 @@ def open_file(path: Path, limit: int | None = None, within: Path | None = None) 
                 problem = f"a link to {real}, outside of its folder; put a copy of the file there"
                 raise ValueError(f"{path}: {problem}")
         # O_NONBLOCK: opening a FIFO does not wait for its writer
-        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         raise
-    except OSError as error:  # a folder, a loop of links, a socket, no permission
+    except OSError as error:  # a loop of links, a socket, no permission
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    status = os.fstat(file.fileno())
+    status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         problem = "not a regular file; take it out"
     elif limit is not None and status.st_size > limit:
         problem = f"{status.st_size:,} bytes; such a file has at most {limit:,}"
     else:
-        return file
-    file.close()
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
     raise ValueError(f"{path}: {problem}")
 
 

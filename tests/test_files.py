@@ -3,6 +3,7 @@
 import errno
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -104,6 +105,25 @@ def test_a_file_beyond_its_limit_is_refused(tmp_path):
         untrusted.load_yaml(path)
     with pytest.raises(ValueError, match=r"a\.yaml: .* at most 9"):
         untrusted.read_text(path, 9)
+
+
+def test_what_is_no_regular_file_is_refused_and_closed(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    before = os.listdir("/dev/fd")
+    for path in (tmp_path, tmp_path / "fifo"):
+        with pytest.raises(ValueError, match="not a regular file; take it out"):
+            untrusted.open_file(path)
+    assert len(os.listdir("/dev/fd")) == len(before)
+
+
+def test_a_folder_is_probed_and_left_as_it_was(tmp_path, monkeypatch):
+    files.check_writable(tmp_path)
+    assert not any(tmp_path.iterdir())
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "mkdir", Mock(side_effect=full))
+    with pytest.raises(OSError, match="no file can be made there: No space left") as raised:
+        files.check_writable(tmp_path)
+    assert files.exit_code(raised.value) == files.FULL_DISK
 
 
 def test_a_line_of_chat_drives_no_terminal(capsys):
