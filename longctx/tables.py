@@ -28,7 +28,9 @@ class _Console(Console):
         """
         for text, style, control in super().render(renderable, options):
             shown = "".join(
-                letter if letter.isprintable() or letter == "\n" else "\ufffd" * cell_len(letter)
+                letter
+                if letter.isprintable() or letter == "\n"
+                else (" " if letter.isspace() else "\ufffd") * cell_len(letter)
                 for letter in text
             )
             yield Segment(text if control else shown, style, control)

@@ -33,3 +33,8 @@ def test_brackets_are_text(capsys):
     assert "[b]\n" in out and "a/[b].md" in out and "1,234" in out
     tables.show(tables.text_table("", ["job", "text"], [["path=[/a,/b]", "x[:key:] [bold]"]]))
     assert "path=[/a,/b]  x[:key:] [bold]" in capsys.readouterr().out
+
+
+def test_blanks_stay_blanks(capsys):
+    tables.show(tables.text_table("", ["note"], [["12\N{NO-BREAK SPACE}GiB \x9b2J"]]))
+    assert "12 GiB" in (out := capsys.readouterr().out) and "\x9b" not in out
