@@ -98,7 +98,13 @@ def caught() -> Iterator[StopSignal]:
     if _current is not None or threading.current_thread() is not threading.main_thread():
         yield _current or StopSignal()
         return
-    _current = StopSignal()
+    _current, hook = StopSignal(), sys.unraisablehook
+
+    def without_signals(unraisable: Any) -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):  # see `check`
+            hook(unraisable)
+
+    sys.unraisablehook = without_signals
     before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
     for number, handler in before.items():
         if not (number in IGNORABLE and handler is signal.SIG_IGN):
@@ -106,7 +112,7 @@ def caught() -> Iterator[StopSignal]:
     try:
         yield _current
     finally:
-        _current = None
+        _current, sys.unraisablehook = None, hook
         for number, handler in before.items():
             signal.signal(number, handler)
 

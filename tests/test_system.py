@@ -6,6 +6,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,8 @@ class Leaves:
 
 def test_a_signal_in_a_callback_ends_the_command(monkeypatch):
     """Python drops what is raised there, and prints its traceback."""
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    printed: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda one: printed.append(one.exc_type))
     with system.caught() as stop:
         x = Leaves()
         _weak = weakref.ref(x, lambda _: signal.raise_signal(signal.SIGUSR1))
@@ -53,6 +55,10 @@ def test_a_signal_in_a_callback_ends_the_command(monkeypatch):
         assert stop.number == signal.SIGUSR1
         with pytest.raises(KeyboardInterrupt):
             system.check()
+        x = Leaves()
+        _weak = weakref.ref(x, lambda _: 1 / 0)
+        del x
+    assert printed == [ZeroDivisionError]
     system.check()
 
 
