@@ -38,6 +38,11 @@ def test_number_without_others_silences_nobody(alone):
     assert number_here(alone) == 0
 
 
+def test_of_tasks_that_are_refused_one_speaks():
+    uneven = SRUN | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1"}
+    assert [number_here(uneven | {"SLURM_PROCID": x}) for x in "012"] == [0, 1, 2]
+
+
 def test_one_task_of_srun_starts_the_others_itself():
     shell = SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0"}
     assert launched(replace(CONFIG, devices=4), shell).by == "train.py"
