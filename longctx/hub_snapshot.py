@@ -48,34 +48,42 @@ def model_name(text: str) -> ModelName | None:
 
 def pinned(text: str, key: str) -> str:
     """Return `text`, given as `key`, with the commit that its revision means now; a path as it is.
-    Brings all settings into the cache. Raises as `folder`.
+    Raises as `folder`.
     """
     name = model_name(text)
-    return text if name is None else f"{name.repo}@{_downloaded(name, f'{key}={text}').name}"
+    return text if name is None else f"{name.repo}@{folder(text, key, is_pinned=False).name}"
 
 
-def folder(text: str, key: str, weights: Sequence[str] = ()) -> Path:
+def folder(text: str, key: str, weights: Sequence[str] = (), is_pinned: bool = True) -> Path:
     """Return the folder that `text`, given as `key`, means: a path, or a name in the cache with its
-    settings, its tokenizer and the files `weights`.
+    settings, its tokenizer and the files `weights`. is_pinned: the cache has all settings of a
+    commit if it has config.json.
 
     Downloads what the cache lacks; raises OSError if neither Hub nor cache has all of it.
     """
     name = model_name(text)
     if name is None:
         return Path(text).expanduser().resolve()
-    if COMMIT.fullmatch(name.revision or ""):
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    # In other folders are copies for other programs, and earlier checkpoints
+    wanted = {"allow_patterns": [*SETTINGS, *weights], "ignore_patterns": ["*/*"]}
+
+    def snapshot(is_local: bool) -> Path:
+        where: Any = wanted | {"revision": name.revision, "local_files_only": is_local}
+        found = Path(snapshot_download(name.repo, **where))
+        missing = [file for file in ("config.json", *weights) if not (found / file).exists()]
+        if is_local and missing:
+            raise FileNotFoundError(f"it lacks {', '.join(missing)}")
+        return found
+
+    setting, unreachable = f"{key}={text}", None
+    has_commit = COMMIT.fullmatch(name.revision or "")
+    if has_commit and is_pinned:
         with suppress(Exception):
-            return _snapshot(name, weights, is_local=True)
-    return _downloaded(name, f"{key}={text}", weights)
-
-
-def _downloaded(name: ModelName, setting: str, weights: Sequence[str] = ()) -> Path:
-    """Return the folder of `name` from the Hub, or from the cache if the Hub cannot be reached."""
-    from huggingface_hub import HfApi, constants
-
-    unreachable = None
+            return snapshot(is_local=True)
     try:
-        if not COMMIT.fullmatch(name.revision or ""):
+        if not has_commit:
             # Only this call ends if the server is silent
             HfApi().model_info(name.repo, revision=name.revision, timeout=10)
     except Exception as error:  # transports and library raise their own
@@ -84,7 +92,7 @@ def _downloaded(name: ModelName, setting: str, weights: Sequence[str] = ()) -> P
             raise failure(setting, error) from error
         unreachable = error
     try:
-        found = _snapshot(name, weights, is_local=unreachable is not None)
+        found = snapshot(is_local=unreachable is not None)
     except Exception as error:
         if files.is_full(error):
             raise
@@ -92,27 +100,6 @@ def _downloaded(name: ModelName, setting: str, weights: Sequence[str] = ()) -> P
     # The user asked for HF_HUB_OFFLINE, and needs no notice of it
     if unreachable is not None and not constants.HF_HUB_OFFLINE:
         print(f"{setting}: {files.one_line(unreachable)}; using the cache", file=sys.stderr)
-    return found
-
-
-def _snapshot(name: ModelName, weights: Sequence[str], is_local: bool) -> Path:
-    """Return the folder of `name` in the cache; `is_local` downloads nothing, and raises
-    FileNotFoundError if config.json or one of `weights` is not there.
-    """
-    from huggingface_hub import snapshot_download
-
-    found = Path(
-        snapshot_download(
-            name.repo,
-            revision=name.revision,
-            allow_patterns=[*SETTINGS, *weights],
-            ignore_patterns=["*/*"],  # copies for other programs, and earlier checkpoints
-            local_files_only=is_local,
-        )
-    )
-    missing = [file for file in ("config.json", *weights) if not (found / file).exists()]
-    if is_local and missing:
-        raise FileNotFoundError(f"it lacks {', '.join(missing)}")
     return found
 
 

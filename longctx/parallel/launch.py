@@ -203,9 +203,7 @@ def number_here(environ: Mapping[str, str] = os.environ) -> int:
     """Return this process's rank; 0 if the environment is not that of one process of several: the
     others are silent, so a number alone, such as RANK=7, must not silence the only process.
     """
-    names = ("RANK", "WORLD_SIZE")
-    if not all(name in environ for name in TORCHRUN):
-        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    names = NUMBERS[:2] if {*TORCHRUN} <= {*environ} else ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     with suppress(ValueError):
         rank, count = (_number(environ, name) for name in names)
         return rank if rank < count else 0
