@@ -73,7 +73,7 @@ def folder(text: str, key: str, weights: Sequence[str] = (), is_pinned: bool = T
         where: Any = wanted | {"revision": name.revision, "local_files_only": is_local}
         found = Path(snapshot_download(name.repo, **where))
         missing = [file for file in ("config.json", *weights) if not (found / file).exists()]
-        if is_local and missing:
+        if missing and (is_local or constants.HF_HUB_OFFLINE):
             raise FileNotFoundError(f"it lacks {', '.join(missing)}")
         return found
 
