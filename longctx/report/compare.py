@@ -15,39 +15,23 @@ from collections.abc import Sequence
 from importlib import resources
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from rich.text import Text
+from typing import Any
 
 from longctx import files
 from longctx.config import fields
 from longctx.config.train_config import TrainConfig
-from longctx.report.run_view import Line, RunRecord, hardware, line_of
+from longctx.report.run_view import Line, RunRecord, line_of
 from longctx.runs.evaluations import scores
 from longctx.runs.metrics import Shown, duration, finite, shown
 from longctx.spec.model_config import GPTConfig
 from longctx.tables import console, show, text_table
 from longctx.untrusted import named, opened
 
-POINTS = 250_000  # in all curves of a page together: 7 MB
 STEP = re.compile(r"step-(\d+)")
-LOSSES = ("loss", "val_loss", "val_perplexity")  # compared over the same documents alone
 COUNTS = ("tokens", "bytes", "words", "standard_error")  # no scores
-PER_MONEY = "tokens for 1 of its currency"
 # Losses of runs that differ in these are of other tokens. z_loss is no part of the logged loss
 DECISIVE = ("data.", "objective.", "model.vocab_size")
-# Fingerprints of kernels depend on these
-SHAPE = ("seq_len", "precision", "model.channels", "model.heads", "model.kv_heads")
-
-
-class Table(NamedTuple):
-    """Cells as text, a run's label first; `best` are the (row, column) of each column's best
-    number.
-    """
-
-    headings: list[str]
-    rows: list[list[str]]
-    best: list[tuple[int, int]]
+Table = list[list[str]]  # lines of a heading and a cell for each run; the first line has labels
 
 
 def compare(
@@ -61,20 +45,15 @@ def compare(
     found, notes = read_all(runs, price)
     if price is not None and not any("money" in run.figures for run in found):
         notes.append("price= is that of an hour of a GPU, and no run had one")
-    view = table_of(found, price)
+    lines = table_of(found, price)
     # Before anything is printed: a mistake in `out` is one line
-    outputs = [("out", out, page(found, view, notes)), ("table", table, csv_of(found))]
-    for key, path, text in outputs:
+    outputs = {"out": (out, page(found, lines, notes)), "table": (table, csv_of(found))}
+    for key, (path, text) in outputs.items():
         if path is not None:
             with named(f"{key}={path}", "cannot be written: {}", (OSError,)):
                 files.write_text(path, text)
-    columns = [
-        [Text(cell, "bold green" if (row, n) in view.best else "") for n, cell in enumerate(cells)]
-        for row, cells in enumerate(view.rows)
-    ]
     # A line for each heading: there are more of them than runs
-    _, *lines = zip(view.headings, *columns, strict=True)
-    show(text_table("runs", ["run", *(run.label for run in found)], lines))
+    show(text_table("runs", lines[0], lines[1:]))
     for note in notes:
         console(stderr=True).print(f"note: {note}", soft_wrap=True)
     console().print(f"curves     {out}", soft_wrap=True)
@@ -82,22 +61,19 @@ def compare(
 
 def read_all(paths: Sequence[Path], price: float | None) -> tuple[list[RunRecord], list[str]]:
     """Return the runs at `paths`, each once, and notes on them; raises the first problem if no run
-    is left, and FileNotFoundError for a path that is none.
+    is left.
     """
     unique: dict[Path, Path] = {}
     for path in paths:
         unique.setdefault(path.resolve(), path)
-    points = min(2000, max(60, POINTS // (len(unique) * len(shown(Shown.CURVE)))))
     runs: list[RunRecord] = []
     problems: list[ValueError | OSError] = []
     for path in unique.values():
-        if not path.is_dir():
-            raise FileNotFoundError(f"{path}: no such folder; give that of a run, as runs/NAME")
         try:
             with opened(path):
-                run = RunRecord(path, points, price)
+                run = RunRecord(path, price)
                 # Alone first: a value that cannot be shown is found here
-                embedded(described(run) | table_of([run], price)._asdict())
+                embedded([described(run), table_of([run], price)])
             runs.append(run)
         except (ValueError, OSError) as problem:
             problems.append(problem)
@@ -108,27 +84,23 @@ def read_all(paths: Sequence[Path], price: float | None) -> tuple[list[RunRecord
     for run in runs:
         if names.count(run.label) > 1:
             run.label = str(run.folder)
-    notes = [note for run in runs for note in run.notes]
-    notes += [*not_ranked(runs), *lock_differences(runs)]
+    notes = [note for run in runs for note in run.notes] + incomparable(runs)
     return runs, [*notes, *(f"left out: {problem}" for problem in problems)]
 
 
 def table_of(runs: list[RunRecord], price: float | None) -> Table:
-    """Return the table: keys that differ, results, costs, evaluations. The best of a column is
-    marked if the runs can be compared in it.
-    """
-    keys = differing(runs) if len(runs) > 1 else []
-    rows = [{"run": run.label} | cells_of(run, keys, price) for run in runs]
-    names = dict.fromkeys(name for row in rows for name in row)
-    headings = [name for name in names if any(row.get(name) for row in rows)]
-    best = [(row, headings.index(name)) for row, name in best_of(runs, rows)]
-    return Table(headings, [[row.get(name, "") for name in headings] for row in rows], best)
+    """Return the table: keys that differ, results, costs, evaluations."""
+    keys = differing(runs)
+    columns = [cells_of(run, keys, price) for run in runs]
+    names = dict.fromkeys(chain(*columns))
+    lines = [[name, *(column.get(name, "") for column in columns)] for name in names]
+    return [line for line in lines if any(line[1:])]
 
 
 def cells_of(run: RunRecord, keys: list[str], price: float | None) -> dict[str, str]:
     """Return heading → text of a run, with its values of `keys`."""
     figures, trained = run.figures, run.config["seq_len"]
-    cells = {key: configured(run, key) for key in keys}
+    cells = {"run": run.label} | {key: configured(run, key) for key in keys}
     for metric in shown(Shown.COMPARE):
         if metric.key in figures:
             cells[metric.heading] = metric.format(figures[metric.key])
@@ -140,19 +112,15 @@ def cells_of(run: RunRecord, keys: list[str], price: float | None) -> dict[str, 
     cells |= {
         "context trained at": f"{trained:,}{longer}",
         "ended": run.ended,
-        "hardware": hardware(figures),
+        "hardware": f"{figures['devices']} × {figures['device']}",
         "attention": str(run.config.get("attention.backend", "")),
-        "kernel": run.lock.get("kernel", ""),
-        "fingerprint": run.lock.get("fingerprint", ""),
+        "kernel": run.config.get("lock.kernel", ""),
         "time": "".join(map(duration, finite([figures.get("seconds")]))),
     }
-    costs = {
-        "GPU hours": ("gpu_hours", ",.2f"),
-        f"cost at {price} an hour": ("money", ",.2f"),
-        PER_MONEY: ("tokens_per_money", ",.0f"),
-    }
-    for heading, (key, spec) in costs.items():
-        cells[heading] = f"{figures[key]:{spec}}" if key in figures else ""
+    costs = {"GPU hours": "gpu_hours", f"cost at {price} an hour": "money"}
+    costs |= {"tokens for 1 of its currency": "tokens_per_money"}
+    for heading, key in costs.items():
+        cells[heading] = f"{figures[key]:,.2f}" if key in figures else ""
     # Named without their step, as in all runs: those of the newest checkpoint replace others
     for content in chain(*run.evaluations):
         name, numbers = re.sub(r"step-\d+-", "", Path(content["file"]).stem), scores(content)
@@ -164,26 +132,8 @@ def cells_of(run: RunRecord, keys: list[str], price: float | None) -> dict[str, 
     return cells
 
 
-def best_of(runs: list[RunRecord], rows: list[dict[str, str]]) -> list[tuple[int, str]]:
-    """Return row and heading of each best figure, of none that more than half of the runs share."""
-    unranked = LOSSES if not_ranked(runs) else ()
-    ranked = [(x.heading, x.key, x.better) for x in shown(Shown.COMPARE) if x.key not in unranked]
-    best: list[tuple[int, str]] = []
-    for heading, key, better in [*ranked, (PER_MONEY, "tokens_per_money", "max")]:
-        values: dict[int, Any] = {
-            n: x for n, run in enumerate(runs) if finite([x := run.figures.get(key)])
-        }
-        if better is None or not values:
-            continue
-        first = (min if better == "min" else max)(values, key=values.__getitem__)
-        cells = [row.get(heading, "").partition(" ±")[0] for row in rows]
-        winners = [(n, heading) for n, cell in enumerate(cells) if cell == cells[first]]
-        best += winners if 2 * len(winners) <= sum(map(bool, cells)) else []
-    return best
-
-
 def differing(runs: list[RunRecord]) -> list[str]:
-    """Return the keys of the configurations whose values are not the same in all runs."""
+    """Return the keys of configurations and kernel locks that are not the same in all runs."""
     has_tokenizer = bool(runs[0].tokenizer) and len({run.tokenizer for run in runs}) == 1
     return [
         key
@@ -205,7 +155,7 @@ def configured(run: RunRecord, key: str) -> str:
     return Path(value).name if is_path else fields.shown(value)
 
 
-def not_ranked(runs: list[RunRecord]) -> list[str]:
+def incomparable(runs: list[RunRecord]) -> list[str]:
     """Return a note if the losses of the runs cannot be compared."""
     first, *others = map(documents_of, runs)
     keys = {key for other in others for key in first | other if first.get(key) != other.get(key)}
@@ -215,7 +165,7 @@ def not_ranked(runs: list[RunRecord]) -> list[str]:
     if not keys:
         return []
     return [
-        "losses are not ranked: they are of other documents, tokens or objectives "
+        "losses cannot be compared: they are of other documents, tokens or objectives "
         f"({', '.join(sorted(keys))} differ); across tokenizers "
         "compare the bits per byte of eval.py on the same documents"
     ]
@@ -237,43 +187,17 @@ def documents_of(run: RunRecord) -> dict[str, Any]:
     return values | of_file if run.tokenizer else values
 
 
-def lock_differences(runs: list[RunRecord]) -> list[str]:
-    """Return a note for each field in which kernel locks of one backend differ."""
-    # (field, backend, shape of a fingerprint) → value → the runs that have it
-    groups: dict[tuple[str, ...], dict[str, list[str]]] = {}
-    for run in runs:
-        for field, value in run.lock.items():
-            keys = ("attention.backend", *(SHAPE if field == "fingerprint" else ()))
-            same = (field, *(configured(run, key) for key in keys))
-            groups.setdefault(same, {}).setdefault(value, []).append(run.label)
-    return [
-        f"kernel locks of {backend} differ in {field}: "
-        + "; ".join(f"{value} ({', '.join(labels)})" for value, labels in values.items())
-        for (field, backend, *_), values in groups.items()
-        if len(values) > 1
-    ]
-
-
 def csv_of(runs: list[RunRecord]) -> str:
     """Return the numbers of the runs as a .csv: a row for each, with the keys that differ."""
-    keys = differing(runs)
+    always = ("attention.backend", "lock.kernel", "lock.fingerprint", "seq_len")
+    keys = dict.fromkeys([*always, *differing(runs)])
     records = [
-        {
-            "run": run.label,
-            "folder": str(run.folder),
-            "ended": run.ended,
-            "attention": run.config.get("attention.backend"),
-            "kernel": run.lock.get("kernel"),
-            "fingerprint": run.lock.get("fingerprint"),
-            "seq_len": run.config.get("seq_len"),
-            **run.figures,
-            **{f"config.{key}": configured(run, key) for key in keys},
-        }
+        {"run": run.label, "folder": str(run.folder), "ended": run.ended, **run.figures}
+        | {f"config.{key}": configured(run, key) for key in keys}
         for run in runs
     ]
     stream = io.StringIO()
-    columns = list(dict.fromkeys(key for record in records for key in record))
-    writer = csv.DictWriter(stream, columns, lineterminator="\n")
+    writer = csv.DictWriter(stream, dict.fromkeys(chain(*records)), lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
     return stream.getvalue()
@@ -285,7 +209,7 @@ def page(runs: list[RunRecord], table: Table, notes: list[str]) -> str:
         "curves": headings(Shown.CURVE),
         "lengths": headings(Shown.CONTEXT),
         "runs": [described(run) for run in runs],
-        "table": table._asdict(),
+        "table": list(zip(*table, strict=True)),
         "notes": notes,
     }
     template = (resources.files("longctx.report") / "page.html").read_text(encoding="utf-8")

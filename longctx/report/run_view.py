@@ -19,6 +19,7 @@ from longctx.runs.metrics import BY_POSITION, Record, Shown, finite, number
 from longctx.runs.metrics_file import read_records
 from longctx.runs.run_folder import checkpoints, flat, is_training, read_config
 
+POINTS = 500  # in a curve: about as many as a chart is wide
 # A curve: "t" tokens seen, "s" seconds of training, "y" values; if records were joined, also "lo"
 # and "hi" next to the mean "y".
 Curve = dict[str, list[float]]
@@ -26,16 +27,16 @@ Line = dict[str, list[float]]  # points to draw: "x", such as tokens before, and
 
 
 class RunRecord:
-    """What the files of the run in `folder` hold, with at most `points` points in a curve.
+    """What the files of the run in `folder` hold.
 
-    `figures` has no key for a metric or a cost that is unknown; `price` is of a GPU's hour. Raises
-    ValueError or FileNotFoundError, one line, if there is no run, and anything for files that no
-    run writes.
+    `config` has the fields of kernel.lock.json too, as lock.kernel. `figures` has no key for a
+    metric or a cost that is unknown; `price` is of a GPU's hour. Raises ValueError or
+    FileNotFoundError, one line, if there is no run, and anything for files that no run writes.
     """
 
-    def __init__(self, folder: Path, points: int, price: float | None = None) -> None:
+    def __init__(self, folder: Path, price: float | None = None) -> None:
         self.folder, self.label = folder, folder.resolve().name
-        self.config = read_config(folder)
+        self.config = read_config(folder) | kernel_lock(folder)
         # Before the records are read: a run that ends in between has written all of them.
         training = is_training(folder)
         records, cut = read_records(folder)
@@ -46,10 +47,10 @@ class RunRecord:
             )
         # Remarks for the reader
         self.notes = [f"{folder}: left out as incomplete: {cut} of metrics.jsonl"] if cut else []
-        self.lock, figures = kernel_lock(folder), metrics.figures(records)
-        self.figures = cost_of(self.config, figures, self.lock, price) | figures
+        figures = metrics.figures(records)
+        self.figures = cost_of(self.config, figures, price) | figures
         self.ended = ending(figures["step"], self.config["max_steps"], training)
-        self.curves = curves(records, points)
+        self.curves = curves(records)
         self.positions = positions(records)  # loss over tokens before
         self.evaluations = read_evaluations(folder)
         self.tokenizer = ""
@@ -65,7 +66,7 @@ class RunRecord:
 
 
 def kernel_lock(folder: Path) -> dict[str, str]:
-    """Return kernel.lock.json as cells of a table: the kernel, versions, and short hashes of its
+    """Return kernel.lock.json as keys of a run: the kernel, versions, and short hashes of its
     sources and of its results.
     """
     lock = untrusted.read_settings(folder / "kernel.lock.json")
@@ -74,7 +75,7 @@ def kernel_lock(folder: Path) -> dict[str, str]:
             text = json.dumps(lock[key], sort_keys=True)
             lock[key] = hashlib.sha256(text.encode()).hexdigest()[:10]
     named = {key.rpartition(".")[2]: value for key, value in flat(lock).items() if key != "backend"}
-    return {key: str(value) for key, value in named.items() if isinstance(value, str | bool)}
+    return {f"lock.{key}": str(x) for key, x in named.items() if isinstance(x, str | bool)}
 
 
 def ending(step: int, steps: int, training: bool) -> str:
@@ -88,7 +89,7 @@ def positions(records: list[Record]) -> Line:
     """Return the loss over the number of tokens before, of the last validation that has it."""
     prefix = f"{BY_POSITION}/"
     for record in reversed(records):
-        members = [key for key in record if key.startswith(prefix)]
+        members = (key for key in record if key.startswith(prefix))
         if found := line_of((int(key.removeprefix(prefix)), record[key]) for key in members):
             return found
     return {}
@@ -100,9 +101,8 @@ def line_of(points: Iterable[tuple[int, Any]]) -> Line:
     return {"x": [x for x, _ in drawn], "y": short(y for _, y in drawn)} if drawn else {}
 
 
-def curves(records: list[Record], points: int) -> dict[str, Curve]:
-    """Return the curve of every metric that the page draws and the records hold, each of at most
-    `points` points: the mean, the least and the largest of its records.
+def curves(records: list[Record]) -> dict[str, Curve]:
+    """Return the curve of every metric that the page draws and the records hold.
 
     A record without a time, such as a validation, has the time of the one before it.
     """
@@ -115,12 +115,14 @@ def curves(records: list[Record], points: int) -> dict[str, Curve]:
         metric.key: [record for record in timed if finite([record.get(metric.key)])]
         for metric in metrics.shown(Shown.CURVE)
     }
-    return {key: reduced(held, key, points) for key, held in drawn.items() if held}
+    return {key: reduced(held, key) for key, held in drawn.items() if held}
 
 
-def reduced(records: list[Record], key: str, points: int) -> Curve:
-    """Return the values of `records` under `key` as a curve."""
-    size = -(-len(records) // points)  # records per point, rounded up
+def reduced(records: list[Record], key: str) -> Curve:
+    """Return the values of `records` under `key` as a curve of at most POINTS points: the mean, the
+    least and the largest of the records that a point joins.
+    """
+    size = -(-len(records) // POINTS)  # records per point, rounded up
     groups = [records[start : start + size] for start in range(0, len(records), size)]
     middles = [records[min(n * size + size // 2, len(records) - 1)] for n in range(len(groups))]
     values = [[record[key] for record in group] for group in groups]
@@ -139,29 +141,19 @@ def short(values: Iterable[float]) -> list[float]:
     return [float(f"{value:.5g}") for value in values]
 
 
-def cost_of(
-    config: Mapping[str, Any], figures: Record, lock: Mapping[str, str], price: float | None
-) -> Record:
-    """Return the device of a run, their number, and if its records tell them: wall seconds since
-    training began, resumes added up, the gpu_hours of all GPUs together, and at `price` for an hour
-    of one the money and the tokens_per_money.
+def cost_of(config: Mapping[str, Any], figures: Record, price: float | None) -> Record:
+    """Return the device of a run, their number, and if its records tell them: the gpu_hours of all
+    GPUs together, resumes added up, and at `price` for an hour of one the money and the
+    tokens_per_money.
     """
     is_gpu = "memory_peak_gib" in figures
-    cost: Record = {"device": lock.get("device", "GPU") if is_gpu else "CPU"}
+    cost: Record = {"device": config.get("lock.device", "GPU") if is_gpu else "CPU"}
     cost["devices"] = config.get("devices", 1)
-    for seconds in finite([figures.get("seconds")]):
-        cost["seconds"] = seconds
-        if is_gpu:
-            # A resume may have had other devices
-            device_seconds = number(figures, "device_seconds", seconds * cost["devices"])
-            cost["gpu_hours"] = device_seconds / 3600
-            if price is not None:
-                cost["money"] = cost["gpu_hours"] * price
-    if money := cost.get("money"):
-        cost["tokens_per_money"] = number(figures, "tokens_seen") / money
+    if is_gpu and (seconds := number(figures, "seconds")):
+        # A resume may have had other devices
+        hours = number(figures, "device_seconds", seconds * cost["devices"]) / 3600
+        cost["gpu_hours"] = hours
+        if price is not None:
+            cost["money"] = hours * price
+            cost["tokens_per_money"] = number(figures, "tokens_seen") / cost["money"]
     return cost
-
-
-def hardware(cost: Record) -> str:
-    """Write the number and the name of the devices."""
-    return f"{cost['devices']} × {cost['device']}" if cost["devices"] > 1 else str(cost["device"])

@@ -12,8 +12,8 @@ import shutil
 import pytest
 
 from longctx import cli
-from longctx.report.compare import described, differing, lock_differences, not_ranked, table_of
-from longctx.report.run_view import RunRecord, cost_of, hardware, reduced
+from longctx.report.compare import described, differing, incomparable, table_of
+from longctx.report.run_view import POINTS, RunRecord, cost_of, reduced
 from longctx.runs import run_folder
 from tests.report.run_files import DATA, compare, make, step
 
@@ -32,15 +32,6 @@ def test_figures_come_from_the_rows(tmp_path, capsys):
     assert "mfu" not in run["curves"]
 
 
-def test_the_best_of_each_column_is_marked(tmp_path):
-    slow = [step(n, tokens_per_second=10.0) for n in range(1, 21)]
-    folders = [make(tmp_path / "slow", slow), make(tmp_path / "fast")]
-    table = compare(folders, tmp_path / "x.html")["table"]
-    speed = table["headings"].index("speed (tokens/s)")
-    assert [1, speed] in table["best"]
-    assert all(column != table["headings"].index("loss") for _, column in table["best"])
-
-
 @pytest.mark.parametrize("tail", ['{"step": 21, "tok', "\x00\x00"])
 def test_half_written_line_is_left_out_with_a_note(tmp_path, capsys, tail):
     notes = compare([make(tmp_path / "a", tail=tail)], tmp_path / "x.html")["notes"]
@@ -52,8 +43,8 @@ def test_half_written_line_is_left_out_with_a_note(tmp_path, capsys, tail):
 def test_how_a_run_ended(tmp_path):
     folder = make(tmp_path / "a", [step(n) for n in range(1, 13)])
     with run_folder.locked(folder):
-        assert RunRecord(folder, 100).ended == "training, step 12 of 20"
-    assert RunRecord(folder, 100).ended == "stopped at step 12 of 20"
+        assert RunRecord(folder).ended == "training, step 12 of 20"
+    assert RunRecord(folder).ended == "stopped at step 12 of 20"
 
 
 @pytest.mark.parametrize(("nan", "inf"), [(None, None), (math.nan, math.inf)])
@@ -126,12 +117,12 @@ def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("rows", [1, 99, 100, 101, 1234])
+@pytest.mark.parametrize("rows", [1, POINTS, POINTS + 1, 1234])
 def test_a_reduced_curve_keeps_extremes(rows):
     values = [math.sin(n) for n in range(rows)]
     timed = [{"tokens_seen": n, "seconds": 1.0 * n, "loss": x} for n, x in enumerate(values)]
-    curve = reduced(timed, "loss", 100)
-    assert len(curve["y"]) == len(curve["t"]) == len(curve["s"]) <= 100
+    curve = reduced(timed, "loss")
+    assert len(curve["y"]) == len(curve["t"]) == len(curve["s"]) <= POINTS
     assert min(curve.get("lo", curve["y"])) == pytest.approx(min(values), rel=1e-4)
     assert max(curve.get("hi", curve["y"])) == pytest.approx(max(values), rel=1e-4)
 
@@ -140,17 +131,17 @@ KTO = "objective: {name: kto}\n"
 BY_TOKENIZER = ("data: {tokenizer: null, vocab_size: 9}", "data: {tokenizer: runs/a}")
 
 
-def test_losses_are_not_ranked_if_files_changed_between_the_runs(tmp_path):
-    runs = [RunRecord(make(tmp_path / name), 9) for name in "abc"]
+def test_changed_files_make_losses_incomparable(tmp_path):
+    runs = [RunRecord(make(tmp_path / name)) for name in "abc"]
     for run, documents in zip(runs, ("", "d1", "d1"), strict=True):
         run.documents = documents
-    assert not not_ranked(runs)
+    assert not incomparable(runs)
     runs[2].documents = "d2"
-    assert "documents" in " ".join(not_ranked(runs))
+    assert "documents" in " ".join(incomparable(runs))
 
 
 @pytest.mark.parametrize(
-    ("configs", "tokenizers", "is_ranked"),
+    ("configs", "tokenizers", "is_compared"),
     [
         (("data: {path: a, cache: x}", "data: {path: a, cache: y}"), "", True),
         (("data: {path: a}", "data: {path: b}"), "", False),
@@ -165,7 +156,7 @@ def test_losses_are_not_ranked_if_files_changed_between_the_runs(tmp_path):
         (BY_TOKENIZER, "ab", False),
     ],
 )
-def test_losses_are_ranked_over_the_same_tokens(tmp_path, configs, tokenizers, is_ranked):
+def test_losses_are_compared_over_equal_tokens(tmp_path, configs, tokenizers, is_compared):
     folders = []
     for number, config in enumerate(configs):
         rows = [step(n, loss=2.0 + number) for n in range(1, 21)]
@@ -173,14 +164,12 @@ def test_losses_are_ranked_over_the_same_tokens(tmp_path, configs, tokenizers, i
     for folder, text in zip(folders, tokenizers, strict=False):
         (folder / "tokenizer.json").write_text(text)
     data = compare(folders, tmp_path / "x.html")
-    best, headings = data["table"]["best"], data["table"]["headings"]
-    assert ([0, headings.index("loss")] in best) == is_ranked
-    assert ("not ranked" in str(data["notes"])) != is_ranked
+    assert ("cannot be compared" in str(data["notes"])) != is_compared
 
 
 def test_paths_of_one_name_do_not_differ(tmp_path):
     texts = [f"data: {{path: /{n}/docs, cache: /{n}/c}}\nmax_steps: 3{n}\nlr: 1" for n in range(2)]
-    runs = [RunRecord(make(tmp_path / f"{n}", config=text), 9) for n, text in enumerate(texts)]
+    runs = [RunRecord(make(tmp_path / f"{n}", config=text)) for n, text in enumerate(texts)]
     assert differing(runs) == ["max_steps"]
 
 
@@ -193,7 +182,7 @@ MAPS = {"kinds": {"needle": GRID}}
 def test_validations_are_shown(tmp_path):
     validation = {"step": 1, "tokens_seen": 100, "val_loss": 2.0}
     validation |= {f"val_loss_by_position/{2**b}": 5.0 - b for b in range(4)}
-    run = RunRecord(make(tmp_path / "a", [step(1), validation]), 100)
+    run = RunRecord(make(tmp_path / "a", [step(1), validation]))
     assert run.positions == {"x": [1, 2, 4, 8], "y": [5.0, 4.0, 3.0, 2.0]}
 
 
@@ -205,8 +194,7 @@ def test_each_kind_of_evaluation_is_shown(tmp_path):
     ruler = {"ruler": {"lengths": [512, 2048], "scores": scores}}
     others = {"passkey": MAPS, "tasks": tasks, "ruler": ruler}
     folder = make(tmp_path / "a", val={"context": 256, "total": total}, **others)
-    table = table_of([RunRecord(folder, 100)], None)
-    cells = dict(zip(table.headings, table.rows[0], strict=True))
+    cells = dict(table_of([RunRecord(folder)], None))
     expected = {
         "context trained at": "64, evaluated at 256",
         "val: perplexity": "3.5000 ± 0.035",
@@ -227,7 +215,7 @@ def test_the_curve_over_context_is_of_the_newest_checkpoint_on_its_own_documents
         content = {"context": int(name[-3:]), "stride": 32, "total": {"tokens": 7}}
         losses = [{"context": 64, "loss": float(number)}, {"context": 128, "loss": None}]
         evaluations[name] = content | {"by_context": losses}
-    contexts = described(RunRecord(make(tmp_path / "a", **evaluations), 9))["contexts"]
+    contexts = described(RunRecord(make(tmp_path / "a", **evaluations)))["contexts"]
     assert contexts == {"x": [64], "y": [2.0]}
 
 
@@ -268,10 +256,10 @@ def test_a_damaged_checkpoint_leaves_the_documents_unknown(tmp_path):
     file = make(tmp_path / "a") / "checkpoints" / "step-00000001.ckpt" / "checkpoint.json"
     file.parent.mkdir(parents=True)
     file.write_text("[]")
-    assert RunRecord(tmp_path / "a", 9).documents == ""
+    assert RunRecord(tmp_path / "a").documents == ""
 
 
-def test_locks_that_differ_are_a_note(tmp_path):
+def test_locks_that_differ_are_in_the_table(tmp_path):
     lock = {"backend": "flash", "machine": {"torch": "2.13.0"}, "fingerprint": {"out": "b"}}
     newer = lock | {"machine": {"torch": "2.14.0"}}
     folders = [
@@ -280,13 +268,10 @@ def test_locks_that_differ_are_a_note(tmp_path):
         make(tmp_path / "c", config="seq_len: 128", lock=lock | {"fingerprint": {"out": "c"}}),
         make(tmp_path / "d"),
     ]
-    notes = compare(folders, tmp_path / "x.html")["notes"]
-    (note,) = [note for note in notes if "kernel locks" in note]
-    for part in ("flash", " torch: ", "2.13.0 (a, c)", "2.14.0 (b)"):
-        assert part in note
-    runs = [RunRecord(folder, 100) for folder in folders]
-    runs[2].config["seq_len"] = 64
-    assert ["fingerprint" in note for note in lock_differences(runs)] == [False, True]
+    lines = {name: cells for name, *cells in table_of([*map(RunRecord, folders)], None)}
+    assert lines["lock.torch"] == ["2.13.0", "2.14.0", "2.13.0", "–"]
+    assert lines["lock.fingerprint"][0] == lines["lock.fingerprint"][1]
+    assert lines["lock.fingerprint"][0] != lines["lock.fingerprint"][2]
 
 
 # Costs
@@ -296,16 +281,16 @@ LOCK = {"backend": "flash", "kernel": "hopper", "machine": {"device": "NVIDIA H2
 
 def test_gpu_hours_and_money_are_products():
     figures = {"memory_peak_gib": 2.0, "seconds": 1800.0, "tokens_seen": 5_000_000}
-    cost = cost_of({"devices": 8}, figures, {"device": "NVIDIA H200"}, 2.5)
-    assert (hardware(cost), cost["gpu_hours"], cost["money"]) == ("8 × NVIDIA H200", 4.0, 10.0)
-    assert cost["tokens_per_money"] == 500_000
-    assert not {"money", "tokens_per_money"} & cost_of({"devices": 8}, figures, {}, None).keys()
+    config = {"devices": 8, "lock.device": "NVIDIA H200"}
+    known = {"device": "NVIDIA H200", "devices": 8, "gpu_hours": 4.0}
+    cost = cost_of(config, figures, 2.5)
+    assert cost == known | {"money": 10.0, "tokens_per_money": 500_000}
+    assert cost_of(config, figures, None) == known
     resumed = figures | {"device_seconds": 3600.0}
-    assert cost_of({"devices": 8}, resumed, {}, None)["gpu_hours"] == 1.0
+    assert cost_of(config, resumed, None)["gpu_hours"] == 1.0
     on_cpu = {"process_peak_gib": 2.0, "seconds": 1800.0, "tokens_seen": 5}
-    expected = {"device": "CPU", "devices": 1, "seconds": 1800.0}
-    assert cost_of({}, on_cpu, {"device": "cpu"}, 2.5) == expected
-    assert "gpu_hours" not in cost_of({}, {"memory_peak_gib": 1.0, "seconds": None}, {}, 2.5)
+    assert cost_of({"lock.device": "cpu"}, on_cpu, 2.5) == {"device": "CPU", "devices": 1}
+    assert "gpu_hours" not in cost_of({}, {"memory_peak_gib": 1.0, "seconds": None}, 2.5)
 
 
 def test_the_table_and_the_file_have_costs_and_numbers(tmp_path):
@@ -314,11 +299,10 @@ def test_the_table_and_the_file_have_costs_and_numbers(tmp_path):
         make(tmp_path / '<script>, "a"', rows, config="devices: 4", lock=LOCK),
         make(tmp_path / "b", [*rows[:2], step(3, loss=math.nan, seconds=3600.0)], lock=LOCK),
     ]
-    table = table_of([RunRecord(folder, 9, 2.5) for folder in folders], 2.5)
-    shown = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
-    assert [row["cost at 2.5 an hour"] for row in shown] == ["10.00", "2.50"]
-    assert [row["kernel"] for row in shown] == ["hopper", "hopper"]
-    assert (1, table.headings.index("tokens for 1 of its currency")) in table.best
+    table = table_of([RunRecord(folder, 2.5) for folder in folders], 2.5)
+    lines = {name: cells for name, *cells in table}
+    assert lines["cost at 2.5 an hour"] == ["10.00", "2.50"]
+    assert lines["kernel"] == ["hopper", "hopper"]
     words = [*map(str, folders), f"out={tmp_path}/x.html", f"table={tmp_path}/runs.csv"]
     assert cli.main(["compare", *words, "price=2.5"]) == 0
     with (tmp_path / "runs.csv").open() as file:

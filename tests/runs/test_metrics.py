@@ -50,7 +50,7 @@ def test_a_new_metric_is_in_compare_and_on_its_page(run, tmp_path, capsys):
     compare([run], tmp_path / "x.html")
     printed = capsys.readouterr().out
     assert "reading (pages/h)" in printed and "2,500.0" in printed
-    drawn = described(RunRecord(run, 100))
+    drawn = described(RunRecord(run))
     assert drawn["curves"]["pages_per_hour"]["y"] == [1000.0, 2000.0, 3000.0]
     assert drawn["figures"]["pages_per_hour"] == 2500.0
     for place in (Shown.CURVE, Shown.CONTEXT):
