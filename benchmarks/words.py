@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     """Run the benchmark that `argv` names; return the exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # a file shows each line at once, too
-    return cli.commands.answer(argv or ["help"], lambda: help_text(argv), run)
+    return cli.commands.answer(argv or ["help"], help_text, run)
 
 
 def run(argv: list[str]) -> None:

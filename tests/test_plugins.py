@@ -167,13 +167,13 @@ def test_a_plugin_has_keys_of_its_own(here, refused, capsys):
         assert cli.compose("train", [*named, "optimizer.teeth=4"]).config.optimizer.teeth == 4
         saved = run_folder.plain(cli.compose("train", named).config)["optimizer"]
         assert saved == {"name": "saw", "teeth": 3}
-        assert "optimizer.teeth=3" in cli.commands.help_text("train")
+        assert "optimizer.teeth=3" in cli.commands.help_text(["train"])
         refused(cli.main(["train", *named, "optimizer.teeth=1"]), "optimizer.teeth=1: a number")
         refused(cli.main(["train", *named, "optimizer.momentum=1"]), "not a key of optimizer=saw")
         refused(cli.main(["train", "optimizer.teeth=4"]), "not a key of optimizer=adamw")
     finally:
         OPTIMIZERS.remove("saw")
-    assert "optimizer.teeth" not in cli.commands.help_text("train")
+    assert "optimizer.teeth" not in cli.commands.help_text(["train"])
 
 
 def test_a_plugin_that_changes_under_a_start_is_refused(here):

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ from longctx.data.sources.registry import check_files
 from longctx.parallel.launch import GRACE, join, launched, number_here, supervise
 from longctx.runs import run_folder
 
+pinned = cache(hub_snapshot.pinned)  # all jobs of a sweep train from one commit
 wrapped = partial(textwrap.wrap, width=80, break_on_hyphens=False)
 COLUMN = 28  # at which the meanings of --help begin
 EVERYTHING = 10**6  # a range that ends above this is shown as open, its counts with units
@@ -46,41 +47,42 @@ class Command(NamedTuple):
     """One command.
 
     schema: the dataclass of its keys. Its docstring is the head of --help.
-    run: called with the arguments after the name, or the path of a function, which is imported and
-        called with the values of the schema. It returns the exit code, None for 0.
-    trains: every key of train may follow its own.
+    run: called with the request for the schema, and if it `trains` with the arguments of train that
+        followed; it returns the exit code, None for 0.
     """
 
     schema: type
-    run: Callable[[list[str]], int | None] | str
+    run: Callable[..., int | None]
     trains: bool = False
-
-    def start(self, argv: list[str]) -> int | None:
-        """Run the command with `argv` and return its exit code."""
-        if callable(self.run):
-            return self.run(argv)
-        values = vars(compose(self.schema, argv).config)
-        function: Callable[..., int | None] = resolve_name(self.run)
-        return function(**values)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command that `argv` (None: the process's arguments) names; return the exit code."""
-    name, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    if name in COMMANDS and "--version" not in arguments:
-        return answer(arguments, lambda: help_text(name, arguments), COMMANDS[name].start)
+    return answer((sys.argv[1:] if argv is None else argv) or ["--help"], help_text, _run)
 
-    def without_command(argv: list[str]) -> None:
-        if "--version" not in argv:
-            advice = fields.closest(name, COMMANDS) or f"; choose one of {', '.join(COMMANDS)}"
-            raise ValueError(f"{name}: not a command{advice}")
-        print(f"longctx {longctx.__version__}")
 
-    return answer([name, *arguments], list_text, without_command)
+def _run(argv: list[str]) -> int | None:
+    name, *arguments = argv
+    if "--version" in argv:
+        return print(f"longctx {longctx.__version__}")
+    if name not in COMMANDS:
+        advice = fields.closest(name, COMMANDS) or f"; choose one of {', '.join(COMMANDS)}"
+        raise ValueError(f"{name}: not a command{advice}")
+    own = [argument for argument in arguments if argument not in ("-m", "--multirun")]
+    if name == "train" and own != arguments:
+        jobs = checked_jobs(own)
+        from longctx.training.sweep import sweep
+
+        return sweep(jobs)
+    schema, run, trains = COMMANDS[name]
+    if not trains:
+        return run(compose(schema, arguments))
+    own, training = split_own(schema, arguments)
+    return run(compose(schema, own), training)
 
 
 def answer(
-    argv: list[str], help_text: Callable[[], str], run: Callable[[list[str]], int | None]
+    argv: list[str], help_text: Callable[[list[str]], str], run: Callable[[list[str]], int | None]
 ) -> int:
     """Call `run(argv)` and return the exit code: its own (None: 0), 0 for help, 2 for a mistake,
     files.FULL_DISK, or 128 + the number of a signal, as 130 for Ctrl-C and 141 (SIGPIPE) if nobody
@@ -97,12 +99,8 @@ def answer(
     with system.caught() as stop:
         try:
             if any(argument in ("-h", "--help", "help") for argument in argv):
-                print(help_text(), flush=True)
+                print(help_text(argv), flush=True)
                 return 0
-            if os.path.expanduser("~") == "~":
-                raise ValueError(
-                    f"HOME: not set, nor in /etc/passwd for user {os.getuid()}; set it"
-                )
             code = run(argv) or 0
             sys.stdout.flush()
             return code
@@ -118,7 +116,7 @@ def answer(
                     print(f"stopped by {stop.name}{unsaved}", file=sys.stderr)
                 return stop.code
             if isinstance(error, RuntimeError) and "home directory" in str(error):
-                error = ValueError("~USER: no such user of this machine; write the path out")
+                error = ValueError("~: this user has no home folder; set HOME, or write paths out")
             if not isinstance(error, ValueError | OSError):
                 raise error
             # A mistake of the user: one line
@@ -149,21 +147,18 @@ def libraries() -> Iterator[None]:
 # Help
 
 
-def list_text() -> str:
-    """Return the commands, with a summary of each."""
-    lines = ["Train GPTs on long documents, and see what runs show.", ""]
-    lines += [f"  longctx {name:<14}{summary_of(COMMANDS[name].schema)}" for name in COMMANDS]
-    more = "Each takes key=value and --help. Also: --version, python -m benchmarks --help"
-    return "\n".join([*lines, "", more])
-
-
-def help_text(name: str, arguments: Iterable[str] = ()) -> str:
-    """Return examples, presets and keys of the command `name`; plugins among `arguments` add names
-    to them.
+def help_text(argv: list[str]) -> str:
+    """Return examples, presets and keys of the command that `argv` names, with the names that its
+    plugins add, or a summary of every command.
     """
-    command = COMMANDS[name]
+    if argv[0] not in COMMANDS:
+        lines = [f"  longctx {name:<14}{summary_of(x.schema)}" for name, x in COMMANDS.items()]
+        more = "Each takes key=value and --help. Also: --version, python -m benchmarks --help"
+        title = "Train GPTs on long documents, and see what runs show."
+        return "\n".join([title, "", *lines, "", more])
+    command = COMMANDS[argv[0]]
     # The lists below have the names that plugins register
-    own = [argument for argument in arguments if argument.startswith("plugins=")]
+    own = [argument for argument in argv if argument.startswith("plugins=")]
     parse.given_values(TrainConfig if command.trains else command.schema, own)
     # Meanings of keys come after the examples
     summary, examples, *_ = [*inspect.cleandoc(command.schema.__doc__ or "").split("\n\n"), ""]
@@ -216,23 +211,15 @@ def summary_of(schema: type) -> str:
 # Commands
 
 
-def _train(argv: list[str]) -> int:
-    """Train one run in this process, or each job of a sweep in a process of its own."""
-    arguments = [argument for argument in argv if argument not in ("-m", "--multirun")]
-    if len(arguments) < len(argv):
-        sweep_jobs = checked_jobs(arguments)
-        from longctx.training.sweep import sweep
-
-        return sweep(sweep_jobs)
-    request: Request[TrainConfig] = compose("train", arguments)
+def _train(request: Request[TrainConfig]) -> int:
+    """Train one run in this process, or in processes that it starts."""
     check_paths(request.config)
     # Pass keys register a callback
     return _start(request, "longctx.evaluation.passkey:", "longctx.training.life_cycle:train")
 
 
-def _resume(argv: list[str]) -> int:
-    own, training = split_own(options.ResumeOptions, argv)
-    return _train([f"resume={compose(options.ResumeOptions, own).config.run}", *training])
+def _resume(request: Request[options.ResumeOptions], training: list[str]) -> int:
+    return _train(compose("train", [f"resume={request.config.run}", *training]))
 
 
 def check_paths(config: TrainConfig) -> None:
@@ -274,7 +261,6 @@ def checked_jobs(arguments: Iterable[str]) -> list[list[str]]:
     The commit of a model of the Hub is asked for once, for all jobs.
     """
     sweep_jobs = parse.jobs(arguments)
-    pinned: dict[str | None, str | None] = {}  # init as given → with its commit
     for job in sweep_jobs:
         # A mistake in the last job is told before the first one trains
         config = compose("train", job).config
@@ -283,9 +269,7 @@ def checked_jobs(arguments: Iterable[str]) -> list[list[str]]:
                 why = "each job of a sweep is a new run with a name of its own; leave it out"
                 raise ValueError(f"{name}={value}: {why}")
         given = config.init
-        config.init = pinned.get(given, given)
         check_paths(config)
-        pinned[given] = config.init
         # The command line wins over a file that names the model
         if config.init != given:
             rest = [text for text in job if not text.startswith("init=")]
@@ -293,9 +277,8 @@ def checked_jobs(arguments: Iterable[str]) -> list[list[str]]:
     return sweep_jobs
 
 
-def _evaluate(argv: list[str]) -> int:
+def _evaluate(request: Request[EvalConfig]) -> int:
     """Run one evaluation, print its tables and write its files."""
-    request: Request[EvalConfig] = compose("eval", argv)
     config = request.config
     eval_config.check_overrides(config, request.overrides)
     open_checkpoint(config)
@@ -312,7 +295,7 @@ def found(model: str, key: str) -> tuple[str, Path | None]:
         model = str(Path(model).expanduser())
     # Other ranks take the model of rank 0
     if number_here() == 0:
-        model = hub_snapshot.pinned(model, key)
+        model = pinned(model, key)
     if hub_snapshot.model_name(model) is not None or run_folder.is_hugging_face(Path(model)):
         return model, None
     return model, run_folder.checkpoint_of(Path(model), key)
@@ -325,17 +308,16 @@ def open_checkpoint(config: EvalConfig | SampleConfig) -> None:
         plugins.check_checkpoint(of_run, config.plugins)
 
 
-def _sample(schema: type[SampleConfig], function: str, argv: list[str]) -> int:
-    """Call `function` of longctx.generation with the keys in `argv`."""
-    config: SampleConfig = compose(schema, argv).config
-    open_checkpoint(config)
+def _sample(function: str, request: Request[SampleConfig]) -> int:
+    """Call `function` of longctx.generation with the configuration."""
+    open_checkpoint(request.config)
     with libraries():
         run: Callable[[SampleConfig], int] = resolve_name(f"longctx.generation:{function}")
-    return run(config)
+    return run(request.config)
 
 
-def _export(argv: list[str]) -> None:
-    config = compose(options.ExportOptions, argv).config
+def _export(request: Request[options.ExportOptions]) -> None:
+    config = request.config
     file = run_folder.checkpoint_of(Path(config.run), "run")
     plugins.check_checkpoint(file, config.plugins)
     with libraries():
@@ -343,8 +325,8 @@ def _export(argv: list[str]) -> None:
     run(file, Path(config.out), config.dtype, config.shard_gb, config.adapter)
 
 
-def _data(argv: list[str]) -> int:
-    config: TrainConfig = compose("train", argv).config
+def _data(request: Request[options.DataOptions], training: list[str]) -> int:
+    config: TrainConfig = compose("train", training).config
     if isinstance(config.seq_len, str):
         raise ValueError(f"seq_len={config.seq_len}: give a number of tokens")
     from longctx.data.describe import describe
@@ -353,16 +335,22 @@ def _data(argv: list[str]) -> int:
     return describe(config.seq_len, config.plugins, objective, config.init, config.data)
 
 
+def _call(function: str, request: Request[Any]) -> int | None:
+    """Import the `function` of that path in longctx, and call it with the values of the keys."""
+    code: int | None = resolve_name(f"longctx.{function}")(**vars(request.config))
+    return code
+
+
 COMMANDS: dict[str, Command] = {
     "train": Command(TrainConfig, _train),
     "resume": Command(options.ResumeOptions, _resume, trains=True),
     "eval": Command(EvalConfig, _evaluate),
-    "generate": Command(GenerateConfig, partial(_sample, GenerateConfig, "run")),
-    "chat": Command(ChatConfig, partial(_sample, ChatConfig, "chat")),
-    "plan": Command(PlanOptions, partial(plan, libraries=libraries), trains=True),
+    "generate": Command(GenerateConfig, partial(_sample, "run")),
+    "chat": Command(ChatConfig, partial(_sample, "chat")),
+    "plan": Command(PlanOptions, partial(plan, libraries), trains=True),
     "data": Command(options.DataOptions, _data, trains=True),
-    "convert": Command(options.ConvertOptions, "longctx.cli.convert:convert"),
-    "compare": Command(options.CompareOptions, "longctx.report.compare:compare"),
-    "dashboard": Command(options.DashboardOptions, "longctx.report.dashboard:dashboard"),
+    "convert": Command(options.ConvertOptions, partial(_call, "cli.convert:convert")),
+    "compare": Command(options.CompareOptions, partial(_call, "report.compare:compare")),
+    "dashboard": Command(options.DashboardOptions, partial(_call, "report.dashboard:dashboard")),
     "export": Command(options.ExportOptions, _export),
 }

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from longctx import untrusted
 from longctx.config import fields, presets
 from longctx.config.other_names import ADVICE, NOTES, TABLES, VALUES, answer, key_of
 from longctx.config.train_config import TrainConfig
@@ -41,52 +42,45 @@ def _documents(value: Any, theirs: Mapping[str, Any]) -> Values | None:
     return ours | {renamed[name]: x for name, x in given.items() if name in renamed}
 
 
-def _converted(name: str, value: Any, theirs: Mapping[str, Any]) -> Values | None:
-    """Return our keys for one of theirs that means something else; None: not carried over."""
-    if name == "datasets":
-        return _documents(value, theirs)
-    if name == "lora_alpha" and theirs.get("lora_r"):
-        return {"lora.scaling": value / theirs["lora_r"]}
-    if name == "lora_target_modules":
-        names = [value] if isinstance(value, str) else value
-        return {"lora.targets": list(dict.fromkeys(VALUES.get(x, x) for x in names))}
-    ours: Values | None = TABLES["converted"][name].get(fields.shown(value))
-    return ours
-
-
 def convert(file: Path) -> None:
     """Print our keys for those of `file`, as YAML; name the keys on stderr that have none."""
     theirs = run_folder.read_keys(file)
     ours: Values = {}
     for name, value in theirs.items():
-        if value is not None and value not in ([], {}):
-            ours |= _found(name, value, theirs)
+        try:
+            ours |= {} if value in (None, [], {}) else _converted(name, value, theirs)
+        except ValueError as error:
+            print(error, file=sys.stderr)
     header = f"# From {file.name}. Try it: python train.py THIS_FILE dry_run=true\n"
     sys.stdout.write(header + yaml.safe_dump(ours, sort_keys=False, allow_unicode=True))
 
 
-def _found(name: str, value: Any, theirs: Mapping[str, Any]) -> Values:
-    """Return our keys for one of theirs; none after a line that says why there is none."""
+def _converted(name: str, value: Any, theirs: Mapping[str, Any]) -> Values:
+    """Return our keys for one of theirs; ValueError says why there is none."""
     known = fields.keys(TrainConfig)
     ours = name if name in known else key_of(name, known)
-    reason = answer(name, known) or f"{name}: nothing here has this name"
-    reason = reason.replace(name, f"{name}={fields.shown(value)[:60]}", 1)
     converted: Values | None = None
-    if name in TABLES["converted"]:
-        converted = _converted(name, value, theirs)
+    if name == "datasets":
+        converted = _documents(value, theirs)
+    elif name == "lora_alpha" and theirs.get("lora_r"):
+        converted = {"lora.scaling": value / theirs["lora_r"]}
+    elif name == "lora_target_modules":
+        names = [value] if isinstance(value, str) else value
+        converted = {"lora.targets": list(dict.fromkeys(VALUES.get(x, x) for x in names))}
+    elif name in TABLES["converted"]:
+        converted = TABLES["converted"][name].get(fields.shown(value))
     elif ours is not None and name not in ADVICE:
         value = VALUES.get(value, value) if isinstance(value, str) else value
         if known[ours].is_group:
             converted = {ours: value} if value in presets.names(ours) else None
         # With a note our key means something else, but for these names
         elif ours not in NOTES or name in {ours, *TABLES["same"]["names"].split()}:
-            try:
+            with untrusted.named(name):
                 value = fields.typed(ours, value, known[ours])
-                if not (rule := fields.allowed(value, known[ours])):
-                    return {ours: value}
-                reason = f"{name}: {ours}={value}: {rule}"
-            except ValueError as error:
-                reason = f"{name}: {error}"
+                rule = fields.allowed(value, known[ours])
+                fields.refuse((rule, f"{ours}={value}: {rule}"))
+            converted = {ours: value}
     if converted is None:
-        print(reason, file=sys.stderr)
-    return converted or {}
+        reason = answer(name, known) or f"{name}: nothing here has this name"
+        raise ValueError(reason.replace(name, f"{name}={fields.shown(value)[:60]}", 1))
+    return converted

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,6 @@ from longctx.runs import run_folder
 SCHEMAS: dict[str, type] = {"train": TrainConfig, "eval": EvalConfig}
 LENGTHS = {"max_tokens", "max_steps"}  # a file has none of them if the command line has one
 TOKEN = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*'|.)""", re.DOTALL)
-Arguments = tuple[list[str], dict[str, str], list[str]]
 # Values that are neither text nor a number
 CONSTANTS = {"": None, "null": None, "true": True, "false": False}
 
@@ -67,6 +66,10 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
     if schema is EvalConfig and "data.path" in given:
         given.setdefault("data.source", "text")
     choices = presets.chosen(schema, given)
+    # A model is no key with choices of its own
+    if (model := choices.get("model", "auto")) not in (names := presets.names("model")):
+        advice = closest(str(model), names) or f"; weights bring theirs: give init={model}"
+        raise ValueError(f"model={shown(model)}: not one of {', '.join(names)}{advice}")
     values: dict[str, Any] = {group: presets.read(group, name) for group, name in choices.items()}
     assign(values, {name: value for name, value in given.items() if name not in choices})
     request = filled(schema, values, given)
@@ -103,69 +106,27 @@ def from_file(path: Path, given: Mapping[str, Any]) -> Request[TrainConfig]:
 # Arguments
 
 
-def read(schema: type, arguments: Iterable[str], is_sweep: bool = False) -> Arguments:
-    """Return the file of keys, if there is one, key in full → value as typed, and the paths without
-    a key; ValueError for any other argument.
-
-    A list may be written a,b or [a,b]. Of train only [a,b]: there a,b is a sweep.
+def is_path(schema: type, argument: str) -> bool:
+    """Return True for a path without a key, if `schema` takes one; it may hold a "=" too, as
+    runs/lr=1 does.
     """
-    known, takes_paths = keys(schema), bool(positional(schema))
-    files, paths, given = list[str](), list[str](), list[str]()
-    for argument in arguments:
-        name, equals, text = argument.partition("=")
-        is_file = not equals and argument.endswith((".yaml", ".yml"))
-        # A path needs no key in commands that name no other file
-        if is_file and (schema is EvalConfig or not takes_paths):
-            files.append(argument)
-        elif takes_paths and is_path(argument, known):
-            paths.append(argument)
-        elif argument.startswith("-") or not equals or not name:
-            raise ValueError(not_a_key(schema, argument))
-        else:
-            given.append(argument)
-            # Some of the other keys may be a plugin's
-            if name == "plugins" and name in known and len(alternatives(known[name], text)) == 1:
-                plugins.load(typed(name, value_of(text, known[name]) or [], known[name]))
-    if len(files) > 1:
-        raise ValueError(f"{files[1]}: {files[0]} is given too; give one file")
-    # A short name means one key; the same key twice is a mistake
-    texts, full_names = dict[str, str](), full_keys(schema, [x.partition("=")[0] for x in given])
-    for argument in given:
-        name, _, text = argument.partition("=")
-        declared = keys(schema).get(full_names[name])
-        is_list = schema is not TrainConfig and declared is not None and declared.is_list
-        if is_list and text[:1] != "[" and text not in ("", "null"):
-            text = f"[{text}]"
-        if len(alternatives(declared, text)) > 1 and not is_sweep:
-            advice = "give one, or all to train -m" if schema is TrainConfig else "give one"
-            raise ValueError(f"{argument}: several values; {advice}, or write a list as [a,b]")
-        if (first := texts.setdefault(full_names[name], text)) != text:
-            raise ValueError(f"{argument}: {full_names[name]}={first} is given too; leave one out")
-    return files, texts, paths
-
-
-def is_path(argument: str, known: Collection[str]) -> bool:
-    """Return True for a path without a key; it may hold a "=" too, as runs/lr=1 does."""
     name, equals, _ = argument.partition("=")
-    is_key = equals and (name in known or not ("/" in name or os.path.lexists(argument)))
-    return not is_key and not argument.startswith("-")
+    is_key = equals and (name in keys(schema) or not ("/" in name or os.path.lexists(argument)))
+    return bool(positional(schema)) and not is_key and not argument.startswith("-")
 
 
 def not_a_key(schema: type, argument: str) -> str:
     """Return a message for an `argument` that is not of the form key=value."""
-    path, remedy = Path(argument), "not of the form key=value; see --help"
+    name, _, text = argument.partition("=")
+    if not argument.startswith("-"):
+        ways = " or ".join(f"{key}={argument}" for key in ("resume", "init", "data=text data.path"))
+        remedy = f"give {ways}" if schema is TrainConfig else "see --help"
+        return f"{argument}: not of the form key=value; {remedy}"
     if argument in ("-m", "--multirun"):
-        remedy = "only train sweeps; call this command once for each"
-    elif argument.startswith("-"):
-        name, _, text = argument.partition("=")
-        option = name.strip("-").replace("-", "_")
-        option = f"{other_names.key_of(option, keys(schema)) or option}={text or 'VALUE'}"
-        remedy = f"not an option; keys are given as key=value, write {option}"
-    elif schema is TrainConfig and (run_folder.is_run(path) or run_folder.is_hugging_face(path)):
-        remedy = f"continue it with resume={path}, or begin with its weights: init={path}"
-    elif schema is TrainConfig and path.exists():
-        remedy = f"not of the form key=value; give data=text data.path={path}"
-    return f"{argument}: {remedy}"
+        return f"{argument}: only train sweeps; call this command once for each"
+    option = name.strip("-").replace("-", "_")
+    ours = other_names.key_of(option, keys(schema)) or option
+    return f"{argument}: not an option; keys are given as key=value, write {ours}={text or 'VALUE'}"
 
 
 def positional(schema: type) -> list[str]:
@@ -173,13 +134,11 @@ def positional(schema: type) -> list[str]:
     return [name for name, declared in keys(schema).items() if declared.positional]
 
 
-def split_own(schema: type, arguments: Iterable[str]) -> tuple[list[str], list[str]]:
+def split_own(schema: type, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separate the arguments of `schema` from those of train."""
-    known, takes_paths, parts = keys(schema), bool(positional(schema)), (list[str](), list[str]())
-    for argument in arguments:
-        is_own = argument.partition("=")[0] in known or (takes_paths and is_path(argument, known))
-        parts[not is_own].append(argument)
-    return parts
+    known = keys(schema)
+    own = [x for x in arguments if x.partition("=")[0] in known or is_path(schema, x)]
+    return own, [x for x in arguments if x not in own]
 
 
 def jobs(arguments: Iterable[str]) -> list[list[str]]:
@@ -188,25 +147,56 @@ def jobs(arguments: Iterable[str]) -> list[list[str]]:
 
     ValueError names a list in which a value is missing.
     """
-    file, texts, _ = read(TrainConfig, arguments, is_sweep=True)
     # Texts as typed, since each job parses them again
     choices = []
-    for name, listed in texts.items():
-        values = alternatives(keys(TrainConfig).get(name), listed)
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        values = alternatives(keys(TrainConfig).get(name), text)
         if len(values) > 1 and "" in values:
-            raise ValueError(f"{name}={listed}: a value between commas is missing")
-        choices.append([f"{presets.GROUP_OF.get(name, name)}={text}" for text in values])
-    return [[*file, *job] for job in itertools.product(*choices)]
+            raise ValueError(f"{argument}: a value between commas is missing")
+        choices.append([f"{name}{equals}{value}" for value in values])
+    return [list(job) for job in itertools.product(*choices)]
 
 
 def given_values(schema: type, arguments: Iterable[str]) -> dict[str, Any]:
     """Return key → value that `arguments` and their file give, and load plugins.
 
-    ValueError names an unknown key, or a group that has no preset of the given name.
+    A list may be written a,b or [a,b]; of train only [a,b]: there a,b is a sweep. ValueError names
+    an argument that is not key=value, a path or a file, or a key that is unknown or given twice.
     """
-    files, texts, paths = read(schema, arguments)
-    known = keys(schema)
-    given = {name: value_of(text, known.get(name)) for name, text in texts.items()}
+    arguments = list(arguments)
+    of_plugins = [argument for argument in arguments if argument.startswith("plugins=")]
+    # Some of the other keys may be a plugin's
+    if of_plugins and of_plugins != arguments:
+        given_values(schema, of_plugins)
+    known, given = keys(schema), dict[str, Any]()
+    files, paths, texts = list[str](), list[str](), list[tuple[str, str]]()
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        is_file = not equals and argument.endswith((".yaml", ".yml"))
+        # A path needs no key in commands that name no other file
+        if is_file and (schema is EvalConfig or not positional(schema)):
+            files.append(argument)
+        elif is_path(schema, argument):
+            paths.append(argument)
+        elif argument.startswith("-") or not equals or not name:
+            raise ValueError(not_a_key(schema, argument))
+        else:
+            texts.append((name, text))
+    full_names = full_keys(schema, [name for name, _ in texts])
+    for name, text in texts:
+        full = full_names[name]
+        declared = known.get(full)
+        value, several = value_of(text, declared), alternatives(declared, text)
+        if schema is not TrainConfig and declared is not None and declared.is_list:
+            # Brackets may be left out
+            value = value if value is None or text[0] == "[" else several
+        elif len(several) > 1:
+            advice = "give one, or all to train -m" if schema is TrainConfig else "give one"
+            raise ValueError(f"{name}={text}: several values; {advice}, or write a list as [a,b]")
+        # A short name means one key; the same key twice is a mistake
+        if (first := given.setdefault(full, value)) != value:
+            raise ValueError(f"{name}={text}: {full}={shown(first)} is given too; leave one out")
     for name in positional(schema):
         if paths and name not in given:
             is_list = known[name].is_list
@@ -216,23 +206,11 @@ def given_values(schema: type, arguments: Iterable[str]) -> dict[str, Any]:
         raise ValueError(f"{paths[0]}: one too many; give {needed}, and nothing else without =")
     if given.get("plugins") is not None:
         given["plugins"] = plugins.load(typed("plugins", given["plugins"], known["plugins"]))
+    if len(files) > 1:
+        raise ValueError(f"{files[1]}: {files[0]} is given too; give one file")
     for file in files:
         given = values_of_file(schema, Path(file), given) | given
-    check_names(given)
     return given
-
-
-def check_names(given: Mapping[str, Any]) -> None:
-    """Raise ValueError for a model without a preset, and for a path instead of a name."""
-    model, data = shown(given.get("model", "auto")), str(given.get("data.source"))
-    names = presets.names("model")
-    advice = closest(model, names)
-    if "/" in model or os.path.isdir(model):
-        advice = f"; trained weights bring their model: give init={model} instead"
-    if model not in names:
-        raise ValueError(f"model={model}: not one of {', '.join(names)}{advice}")
-    if "/" in data:
-        raise ValueError(f"data={data}: not a source; for a folder give data=text data.path={data}")
 
 
 def full_keys(schema: type, names: Iterable[str]) -> dict[str, str]:
@@ -331,18 +309,16 @@ def differing(schema: type, saved: dict[str, Any]) -> dict[str, Any]:
     The command line may choose another preset, which refuses the other keys. A model has all its
     keys, since config.yaml does not record its preset.
     """
-    values, usual = run_folder.flat(saved), run_folder.plain(schema())
-    usual.pop("model", None)
+    values, chosen, names = run_folder.flat(saved), dict[str, Any](), dict[str, Any]()
+    nested = {group for group in saved if isinstance(saved[group], dict)} - {"model"}
+    for group, key in presets.GROUPS.items():
+        if group in nested and values.get(key) in presets.names(group):
+            chosen[group] = presets.read(group, values[key])
+            names[key] = keys(schema)[key].default
+    usual = run_folder.flat(run_folder.plain(build(schema, chosen))) | names
     # Dotted keys and names of groups are what somebody wrote, also if they are the defaults
-    for group in [x for x in usual if isinstance(usual[x], dict) > isinstance(saved.get(x), dict)]:
-        del usual[group]
-    for group in usual.keys() & presets.chosen(schema, {}).keys():
-        key = presets.GROUPS[group]
-        name = values.get(key, values.get(group))
-        if name in presets.names(group):
-            first = key.rpartition(".")[2]
-            usual[group] |= presets.read(group, name) | {first: usual[group][first]}
-    usual = run_folder.flat(usual)
+    for name in [x for x in usual if "." in x and x.partition(".")[0] not in nested]:
+        del usual[name]
     return {name: value for name, value in values.items() if usual.get(name, ...) != value}
 
 

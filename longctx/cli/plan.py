@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from longctx import hub_snapshot
 from longctx.attention.description import AUTO, DESCRIPTIONS, AttentionConfig
 from longctx.cli.options import PRICE, PRICES
-from longctx.cli.parse import compose, split_own
+from longctx.cli.parse import compose
 from longctx.config import presets
 from longctx.config.fields import key, positive
 from longctx.config.presets import Request, with_model
@@ -43,47 +43,43 @@ class PlanOptions:
     price: float | None = key(None, PRICE, between=PRICES)
 
 
-def plan(argv: list[str], libraries: Callable[[], AbstractContextManager[None]]) -> None:
+def plan(
+    libraries: Callable[[], AbstractContextManager[None]],
+    request: Request[PlanOptions],
+    training: list[str],
+) -> None:
     """Print the plan; import torch in a block of `libraries` if transformers computes the model."""
-    own, training = split_own(PlanOptions, argv)
-    chosen: PlanOptions = compose(PlanOptions, own).config
-    count, _, gpu = chosen.gpu.partition("x")
+    options = request.config
+    count, _, gpu = options.gpu.partition("x")
     if count.isdigit() and gpu:
-        chosen.gpu = gpu
+        options.gpu = gpu
         training.append(f"devices={count}")
-    for argument in training:
-        if argument.startswith("device="):
-            raise ValueError(f"{argument}: plan is of GPUs; leave it out")
-    request = with_model(with_init(compose("train", training)), gpu=True)
-    config, model = request.config, request.config.model
+    asked = with_model(with_init(compose("train", training)), gpu=True)
+    if "device" in asked.overrides:
+        raise ValueError(f"device={asked.config.device}: plan is of GPUs; leave it out")
     # The table shows every degree unless one is given
-    if "context.degree" not in request.overrides:
-        config.context.degree = "auto"
-    backends = [request.overrides.get("attention", AUTO)]
-    # A run refuses backends that lack a part of the model
-    if backends == [AUTO]:
-        parts = model.block(0).attention.required()["scores"]
-        backends = [name for name in BACKENDS if not DESCRIPTIONS[name].lacks(parts)]
+    if "context.degree" not in asked.overrides:
+        asked.config.context.degree = "auto"
     from longctx.planner import overview
 
-    config = model.accepted(config)
-    requests = {name: with_backend(config, request.overrides, name) for name in backends}
-    step = overview.each_layout(requests[backends[-1]], chosen.gpus_per_machine)[0]
+    config, model = asked.config.model.accepted(asked.config), asked.config.model
+    requests = {config.attention.backend: config}
+    if AUTO in requests or not any(name.startswith("attention") for name in asked.overrides):
+        # A run refuses backends that lack a part of the model
+        parts = model.block(0).attention.required()["scores"]
+        requests = {
+            name: replace(config, attention=AttentionConfig(**presets.read("attention", name)))
+            for name in BACKENDS
+            if not DESCRIPTIONS[name].lacks(parts)
+        }
+    *_, last = requests.values()
+    step = overview.each_layout(last, options.gpus_per_machine)[0]
     with libraries() if not model.has_kernels else nullcontext():
         model.prove("cpu", "fp32", step.seq_len, config.data.packing)
         measured = model.measured(step, print)
-    asked = request.overrides.get("attention", AttentionConfig().backend)
-    place = machine(chosen, config.devices)
-    overview.run(requests, asked, *place, chosen.gpus_per_machine, chosen.price, measured)
-
-
-def with_backend(config: TrainConfig, overrides: Collection[str], backend: str) -> TrainConfig:
-    """Return `config` with another backend; `overrides` of attention.options stay."""
-    attention = AttentionConfig(**presets.read("attention", backend))
-    for name, value in config.attention.options.items():
-        if f"attention.options.{name}" in overrides:
-            attention.options[name] = value
-    return replace(config, attention=attention)
+    place = machine(options, config.devices)
+    backend, per_machine = config.attention.backend, options.gpus_per_machine
+    overview.run(requests, backend, *place, per_machine, options.price, measured)
 
 
 def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
@@ -116,7 +112,6 @@ def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
 def machine(options: PlanOptions, devices: int) -> tuple[Chip, float, str]:
     """Return the GPU to plan for, the bytes of its host's memory, and their source if assumed."""
     there = hardware.here()
-    is_here = options.gpu == "auto" or (there is not None and is_named(there.name, options.gpu))
     gpu = hardware.chip(options.gpu)
     if options.gpu == "auto":
         gpu = there or hardware.chip(hardware.ASSUMED[0], hardware.ASSUMED[1] * GIB)
@@ -124,12 +119,10 @@ def machine(options: PlanOptions, devices: int) -> tuple[Chip, float, str]:
         known = ", ".join(hardware.cards())
         raise ValueError(f"gpu={options.gpu}: not a known GPU; one of {known}")
     memory = gpu.memory if options.gpu_memory is None else options.gpu_memory * GIB
-    if not memory:
-        raise ValueError(f"gpu={options.gpu}: say how much memory it has, such as gpu_memory=80")
     gpu = replace(gpu, memory=memory, network=options.network / 8 * 1e9)
     if options.host_memory is not None:
         return gpu, options.host_memory * GIB, ""
-    if there is not None and is_here:
+    if there is not None and (options.gpu == "auto" or is_named(there.name, options.gpu)):
         return gpu, hardware.host_memory(), ", this machine: host_memory= says another"
     # If the named GPU is not here, its host's memory is assumed
     host = hardware.ASSUMED_HOST * min(devices, options.gpus_per_machine)

@@ -7,15 +7,17 @@ PANELS gives it, or else in the last one, so a new metric needs no line here.
 from __future__ import annotations
 
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 from longctx import untrusted
 from longctx.runs import metrics
-from longctx.runs.metrics import BY_POSITION, FACTS_FOUND, Metric, Shown
+from longctx.runs.metrics import BY_POSITION, FACTS_FOUND, Shown
 
 TOKENS = "tokens_seen"
 LOG = ("loss", "val_perplexity", "grad_norm")
 STEP_PARTS = ("forward_ms", "backward_ms", "optimizer_ms", "data_wait_ms")  # stacked
+SCORES = ("eval/perplexity", "eval/bits_per_byte")
 PEAK = ("memory_peak_gib", "memory_reserved_gib", "memory_predicted_gib")
 # Section → its panels, each of the keys that are drawn together
 PANELS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -54,16 +56,17 @@ def workspace(project: str, entity: str, name: str) -> Any:
         axes: dict[str, Any] = {"x": wr.Config(x), "y": wr.SummaryMetric(y)}
         return wr.ScatterPlot(title=f"{title} over context", **axes, log_x=True)
 
-    placed = {TOKENS, "step", *(key for panels in PANELS.values() for x in panels for key in x)}
+    placed = {TOKENS, "step", *chain(*chain(*PANELS.values()))}
     rest = [(x.key,) for x in metrics.METRICS if not x.hidden and x.key not in placed]
-    panels = {title: [lines(keys) for keys in charts] for title, charts in PANELS.items()}
-    panels["More"] = [lines(keys) for keys in rest]
-    over_context = metrics.shown(Shown.CONTEXT)
-    panels["Context extension"] += [points(x.heading, over(x), "seq_len") for x in over_context]
-    panels["Evaluation"] = [points("Perplexity", "eval/perplexity", "context")]
-    for key in ("eval/perplexity", "eval/bits_per_byte"):
-        panels["Evaluation"].append(wr.BarPlot(title=key, metrics=[wr.SummaryMetric(key)]))
-    columns = ["config:backend", "config:seq_len", *(f"summary:{over(x)}" for x in over_context)]
+    charts = {**PANELS, "More": rest}
+    panels = {title: [lines(keys) for keys in charts[title]] for title in charts}
+    # The summary has `key.last` beside the extreme that it keeps, and then no `key` alone
+    ends = {"min": ".min", "max": ".last", None: ""}
+    over = {x.heading: x.key + ends[x.summary] for x in metrics.shown(Shown.CONTEXT)}
+    panels["Context extension"] += [points(title, over[title], "seq_len") for title in over]
+    bars = [wr.BarPlot(title=x, metrics=[wr.SummaryMetric(x)]) for x in SCORES]
+    panels["Evaluation"] = [points("Perplexity", SCORES[0], "context"), *bars]
+    columns = ["config:backend", "config:seq_len", *(f"summary:{key}" for key in over.values())]
     return ws.Workspace(
         entity=entity,
         project=project,
@@ -81,11 +84,3 @@ def lines(keys: tuple[str, ...]) -> Any:
     more: dict[str, Any] = {"plot_type": "stacked-area"} if keys == STEP_PARTS else {}
     more |= {"metric_regex": keys[0].replace("*", ".*")} if "*" in keys[0] else {"y": list(keys)}
     return wr.LinePlot(title=", ".join(keys), x=TOKENS, log_y=keys[0] in LOG, **more)
-
-
-def over(metric: Metric) -> str:
-    """Return the key of a run's least or last value, in its summary at wandb.
-
-    The summary has `key.last` beside the extreme that it keeps, and then no `key` alone.
-    """
-    return metric.key + {"min": ".min", "max": ".last", None: ""}[metric.summary]

@@ -32,10 +32,10 @@ def test_help_has_every_key_and_fits_80_columns(name, capsys):
 
 
 def test_help_has_presets_ranges_and_choices():
-    text = cli.commands.help_text("train")
+    text = cli.commands.help_text(["train"])
     for group in ("attention", "model", "memory", "optimizer", "rope", "data", "strategy"):
         assert f"  {group}=" in text and all(name in text for name in presets.names(group))
-    assert "  model=" not in cli.commands.help_text("eval")
+    assert "  model=" not in cli.commands.help_text(["eval"])
     (share,) = cli.commands.key_lines(dataclasses.make_dataclass("A", [("x", float, SHARE)]))
     assert "0 to 1" in share
 

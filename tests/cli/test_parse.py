@@ -126,7 +126,7 @@ def test_a_misspelt_key_in_a_preset_is_an_error(tmp_path, monkeypatch):
 def test_a_sweep_is_every_combination_in_order():
     jobs = cli.jobs(["attention=naive,flash", "context=1,2", "betas=[0.9,0.95]", "runs='a,b'"])
     assert jobs == [
-        [f"attention={name}", f"context.degree={degree}", "betas=[0.9,0.95]", "runs='a,b'"]
+        [f"attention={name}", f"context={degree}", "betas=[0.9,0.95]", "runs='a,b'"]
         for name in ("naive", "flash")
         for degree in (1, 2)
     ]
