@@ -141,6 +141,9 @@ def exit_code(error: BaseException) -> int:
     return FULL_DISK if is_full(error) else 2
 
 
-def printable(text: str) -> str:
-    """Return text that moves no cursor and breaks no encoding: folder names are untrusted."""
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+def printable(text: str, kept: str = "") -> str:
+    """Return text that moves no cursor, but for the characters `kept`: anybody can write names of
+    folders and notes of runs. White space becomes a blank.
+    """
+    blanks = ("\ufffd", " ")
+    return "".join(x if x.isprintable() or x in kept else blanks[x.isspace()] for x in text)

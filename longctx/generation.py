@@ -351,7 +351,7 @@ class Completion:
 def write(text: str) -> None:
     """Print text at once: as it is, on a terminal without control characters."""
     if sys.stdout.isatty():
-        text = "".join(x if x in "\n\t" else files.printable(x) for x in text)
+        text = files.printable(text, "\n\t")
     sys.stdout.write(text)
     sys.stdout.flush()
 

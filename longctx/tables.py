@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from longctx.files import printable
 
 WIDEST = 10_000  # columns at which nothing is wrapped
 
@@ -23,17 +24,10 @@ class _Console(Console):
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
         """Render without control characters: anybody can write names, notes and keys of runs, and
-        an escape sequence in them would drive the terminal. Substitutes are as wide as rich has
-        measured them.
+        an escape sequence in them would drive the terminal.
         """
         for text, style, control in super().render(renderable, options):
-            shown = "".join(
-                letter
-                if letter.isprintable() or letter == "\n"
-                else (" " if letter.isspace() else "\ufffd") * cell_len(letter)
-                for letter in text
-            )
-            yield Segment(text if control else shown, style, control)
+            yield Segment(text if control else printable(text, "\n"), style, control)
 
     def on_broken_pipe(self) -> None:  # rich would end the process here
         raise
@@ -50,40 +44,28 @@ def console(stderr: bool = False) -> Console:
     return output
 
 
-def text_table(
-    title: str, headings: Sequence[str], rows: Iterable[Sequence[str | Text]], gap: int = 2
-) -> Table:
-    """Return a table of texts: columns of numbers on the right; others may have several lines."""
-    table = Table(title=title, box=None, padding=(0, gap, 0, 0))
-    texts = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+def show(title: str, headings: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
+    """Print a table of texts whole, with columns of numbers on the right."""
+    output, table = console(), Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    rows = list(rows)
     for column, heading in enumerate(headings):
-        cells = [row[column].plain for row in texts]
+        cells = [str(row[column]) for row in rows]
         is_number = column > 0 and all(not cell or cell.lstrip("-")[:1].isdigit() for cell in cells)
-        table.add_column(Text(heading), overflow="fold")
-        if is_number:
-            table.columns[-1].justify = "right"
-    for row in texts:
+        table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
+    for row in rows:
         table.add_row(*row)
-    return table
+    output.width = WIDEST
+    if title:
+        output.print(title, style="bold")
+    output.print(table, soft_wrap=True)
+    if not output.is_terminal:
+        output.print()
 
 
 def grid(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
     """Print `columns` of `rows`: numbers to three figures, an empty cell for a missing value."""
     headings = [column.replace("_", " ") for column in columns]
-    cells = [[cell(row.get(column)) for column in columns] for row in rows]
-    show(text_table(title, headings, cells, gap=1))
-
-
-def show(table: Table) -> None:
-    """Print a table without a box whole."""
-    output = console()
-    output.width = WIDEST
-    if table.title:
-        output.print(table.title, style="bold")
-    table.title, table.pad_edge = None, False
-    output.print(table, soft_wrap=True)
-    if not output.is_terminal:
-        output.print()
+    show(title, headings, [[cell(row.get(column)) for column in columns] for row in rows])
 
 
 def cell(value: Any) -> str:

@@ -19,7 +19,7 @@ def test_nothing_is_cut_at_any_width(width, is_terminal, monkeypatch):
     settings = {"force_terminal": is_terminal, "color_system": None, "highlight": False}
     console = tables._Console(width=width, file=file, **settings)
     monkeypatch.setattr(tables, "console", lambda: console)
-    tables.show(tables.text_table("what came out", HEADINGS, ROWS))
+    tables.show("what came out", HEADINGS, ROWS)
     lines = file.getvalue().splitlines()
     assert lines[0] == "what came out" and "…" not in file.getvalue()
     assert all(cell in file.getvalue() for row in [HEADINGS, *ROWS] for cell in row)
@@ -31,10 +31,10 @@ def test_brackets_are_text(capsys):
     tables.grid("[b]", ("document", "loss"), [{"document": "a/[b].md", "loss": 1234.5}])
     out = capsys.readouterr().out
     assert "[b]\n" in out and "a/[b].md" in out and "1,234" in out
-    tables.show(tables.text_table("", ["job", "text"], [["path=[/a,/b]", "x[:key:] [bold]"]]))
+    tables.show("", ["job", "text"], [["path=[/a,/b]", "x[:key:] [bold]"]])
     assert "path=[/a,/b]  x[:key:] [bold]" in capsys.readouterr().out
 
 
 def test_blanks_stay_blanks(capsys):
-    tables.show(tables.text_table("", ["note"], [["12\N{NO-BREAK SPACE}GiB \x9b2J"]]))
+    tables.show("", ["note"], [["12\N{NO-BREAK SPACE}GiB \x9b2J"]])
     assert "12 GiB" in (out := capsys.readouterr().out) and "\x9b" not in out

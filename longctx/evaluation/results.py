@@ -67,7 +67,7 @@ def show_shares(
     """Print shares, 0 to 1, as percents: a column for each length, and rows with a name."""
     headings = ["tokens", *map("{:,}".format, lengths)]
     cells = [[name, *map(percent, shares)] for name, shares in rows]
-    tables.show(tables.text_table(title, headings, cells))
+    tables.show(title, headings, cells)
 
 
 def percent(share: float) -> str:

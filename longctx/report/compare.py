@@ -24,7 +24,7 @@ from longctx.report.run_view import Line, RunRecord, line_of
 from longctx.runs.evaluations import scores
 from longctx.runs.metrics import Shown, duration, finite, shown
 from longctx.spec.model_config import GPTConfig
-from longctx.tables import console, show, text_table
+from longctx.tables import console, show
 from longctx.untrusted import named, opened
 
 STEP = re.compile(r"step-(\d+)")
@@ -53,7 +53,7 @@ def compare(
             with named(f"{key}={path}", "cannot be written: {}", (OSError,)):
                 files.write_text(path, text)
     # A line for each heading: there are more of them than runs
-    show(text_table("runs", lines[0], lines[1:]))
+    show("runs", lines[0], lines[1:])
     for note in notes:
         console(stderr=True).print(f"note: {note}", soft_wrap=True)
     console().print(f"curves     {out}", soft_wrap=True)

@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.table import Table
-
 from longctx import system, tables
 from longctx.runs import metrics, metrics_file
 from longctx.runs.metrics import Shown, figures
@@ -52,7 +50,7 @@ def sweep(overrides_of_jobs: list[list[str]]) -> int:
         if jobs[-1].code in system.EXIT_CODES:
             break
     out.print()
-    tables.show(sweep_table(jobs))
+    tables.show("", *sweep_table(jobs))
     folders = [shlex.quote(str(job.folder)) for job in jobs if job.folder and job.folder.exists()]
     if len(folders) > 1:
         text = f"compare    {system.typed_command()} compare {' '.join(folders)}"
@@ -84,12 +82,12 @@ def _run(overrides: list[str]) -> Job:
         return Job(overrides, code, Path(result.read_text()) if result.exists() else None)
 
 
-def sweep_table(jobs: list[Job]) -> Table:
-    """Return a line per job: the overrides in which jobs differ, its results, how it ended."""
+def sweep_table(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
+    """Return headings, and of each job the overrides in which jobs differ, its results, its end."""
     results = [figures(metrics_file.read(job.folder)) if job.folder else {} for job in jobs]
     known = {key for result in results for key in result}
     columns = [metric for metric in metrics.shown(Shown.CLOSING) if metric.key in known]
-    table = Table("job", *(metric.label for metric in columns), "ended", "run", box=None)
+    table: list[list[str]] = []
     shared = set.intersection(*(set(job.overrides) for job in jobs))
     for job, result in zip(jobs, results, strict=True):
         differing = [override for override in job.overrides if override not in shared]
@@ -97,5 +95,6 @@ def sweep_table(jobs: list[Job]) -> Table:
             metric.text(result[metric.key]) if metric.key in result else "" for metric in columns
         )
         ending = ENDINGS.get(job.code, f"failed ({job.code})")
-        table.add_row(" ".join(differing or job.overrides), *cells, ending, str(job.folder or ""))
-    return table
+        folder = str(job.folder or "")
+        table.append([" ".join(differing or job.overrides), *cells, ending, folder])
+    return ["job", *(metric.label for metric in columns), "ended", "run"], table

@@ -16,7 +16,6 @@ from longctx.spec.hardware import Machine
 from longctx.system import typed_command
 from longctx.training.run_log import RunLog, brief, closing_lines, opening, warnings
 from longctx.training.sweep import Job, sweep_table
-from tests.runs.test_metrics import cells
 from tests.training.sample_run import sample_run
 
 
@@ -67,7 +66,7 @@ def test_the_closing_table_says_what_to_type_next(tmp_path):
 def test_a_sweep_shows_the_overrides_that_differ(tmp_path):
     good = Job(["seed=1", "attention=flash"], 0, run(tmp_path / "a"))
     killed = Job(["seed=1", "attention=naive"], -9, None)
-    text = cells(sweep_table([good, killed]))
+    text = str(sweep_table([good, killed]))
     assert "seed=1" not in text
     for part in ("attention=naive", "out of memory?", "150.0"):
         assert part in text
