@@ -27,11 +27,6 @@ class ModelName(NamedTuple):
     repo: str
     revision: str | None
 
-    @property
-    def name(self) -> str:
-        """Return its name without the owner's."""
-        return self.repo.partition("/")[2]
-
 
 def model_name(text: str) -> ModelName | None:
     """Return the model of the Hub that `text` names, or None if it is a path.
@@ -67,17 +62,19 @@ def folder(text: str, key: str, weights: Sequence[str] = (), is_pinned: bool = T
     from huggingface_hub import HfApi, constants, snapshot_download
 
     # In other folders are copies for other programs, and earlier checkpoints
-    wanted = {"allow_patterns": [*SETTINGS, *weights], "ignore_patterns": ["*/*"]}
+    wanted: Any = {"allow_patterns": [*SETTINGS, *weights], "ignore_patterns": ["*/*"]}
+    wanted["revision"], setting, unreachable = name.revision, f"{key}={text}", None
 
     def snapshot(is_local: bool) -> Path:
-        where: Any = wanted | {"revision": name.revision, "local_files_only": is_local}
-        found = Path(snapshot_download(name.repo, **where))
-        missing = [file for file in ("config.json", *weights) if not (found / file).exists()]
-        if missing and (is_local or constants.HF_HUB_OFFLINE):
-            raise FileNotFoundError(f"it lacks {', '.join(missing)}")
+        found = Path(snapshot_download(name.repo, local_files_only=is_local, **wanted))
+        # The library returns the folder without them
+        for file in ("config.json", *weights):
+            if not (found / file).exists():
+                where = "the cache" if is_local or constants.HF_HUB_OFFLINE else "the model"
+                remedy = "pickles, which can run code, are not read: give one in safetensors"
+                raise FileNotFoundError(f"{setting}: {where} has no {file}; {remedy}")
         return found
 
-    setting, unreachable = f"{key}={text}", None
     has_commit = COMMIT.fullmatch(name.revision or "")
     if has_commit and is_pinned:
         with suppress(Exception):
@@ -94,7 +91,7 @@ def folder(text: str, key: str, weights: Sequence[str] = (), is_pinned: bool = T
     try:
         found = snapshot(is_local=unreachable is not None)
     except Exception as error:
-        if files.is_full(error):
+        if files.is_full(error) or type(error) is FileNotFoundError:
             raise
         raise failure(setting, unreachable or error) from error
     # The user asked for HF_HUB_OFFLINE, and needs no notice of it

@@ -54,7 +54,7 @@ class TrainedModel(NamedTuple):
         """The name of the model in its results."""
         if self.run:
             return self.file.stem
-        return self.file.name if self.hub is None else self.hub.name
+        return self.file.name if self.hub is None else self.hub.repo.partition("/")[2]
 
     @property
     def home(self) -> Path:
