@@ -108,14 +108,6 @@ def text_tensors(folder: Path) -> dict[str, Stored]:
     return {name: tensor for name, tensor in named.items() if name is not None}
 
 
-def cast(model: GPT, folder: Path, dtype: torch.dtype | None) -> None:
-    """Convert `model` to `dtype`, or that of the files; exact weights stay in fp32."""
-    model.to(dtype or DTYPES[text_tensors(folder)[EMBEDDING].dtype])
-    for name in model.exact:
-        weight = model.get_parameter(name)
-        weight.data = weight.data.float()
-
-
 @torch.no_grad()
 def load_weights(model: GPT, folder: Path) -> None:
     """Copy the weights of `folder` into `model`; see `model_folder.load_weights`."""

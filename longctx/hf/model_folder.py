@@ -7,6 +7,7 @@ Which models are covered, and how their config.json and their tensors are to be 
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from longctx import hub_snapshot
 from longctx.attention.description import AttentionConfig
 from longctx.hf.families import asked_of as asked_of
 from longctx.hf.families import read_config as read_config
-from longctx.hf.stored import shards_of
+from longctx.hf.stored import DTYPES, shards_of
 from longctx.model.gpt import GPT, build
 from longctx.spec.model_config import GPTConfig
 
@@ -27,16 +28,19 @@ def pretrained(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> GPT:
-    """The model in `folder`, on `device`, in `dtype` or that of its files; in host memory it exists
-    once at most.
+    """Return the model in `folder` on `device`, in `dtype` or that of most of its tensors, but for
+    `model.exact`; in host memory it exists once at most.
 
     Raises ValueError or OSError, one line, for whatever is not covered, missing or broken.
     """
     config, folder = read_config(folder), Path(folder)
-    format_of(config).check_weights(config, folder)
+    stored = format_of(config).check_weights(config, folder)
+    ((usual, _),) = Counter(tensor.dtype for tensor in stored.values()).most_common(1)
     with torch.device("meta"):
         model = build(config, attention)
-    format_of(config).cast(model, folder, dtype)
+    for name, weight in model.named_parameters():
+        if name not in model.exact:
+            weight.data = weight.data.to(dtype or DTYPES[usual])
     model.to_empty(device=device)
     load_weights(model, folder)
     return model

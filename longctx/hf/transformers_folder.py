@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from longctx.hf.stored import DTYPES, Stored, inventory
+from longctx.hf.stored import Stored, inventory
 from longctx.hf.transformers_config import TransformersConfig
 from longctx.hf.transformers_model import empty_model
 from longctx.model.lora import ADDED
@@ -54,11 +54,6 @@ def read_weights(config: TransformersConfig, folder: Path) -> Any:
 def check_weights(config: TransformersConfig, folder: Path) -> dict[str, Stored]:
     """Return the place of each tensor; transformers checks names and shapes when it reads."""
     return inventory(folder)
-
-
-def cast(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
-    """Convert the matrices of `model` to `dtype`, or that of the files."""
-    model.cast(dtype or DTYPES[next(iter(inventory(folder).values())).dtype])
 
 
 @torch.no_grad()
