@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from torch import nn
 
@@ -35,16 +35,6 @@ from longctx.spec.step import precision_of
 PROMPTS_SIZE = 1 << 30  # bytes of a file of prompts
 BROKEN = "\ufffd"  # stands for bytes that are no character, or not yet
 WINDOW = 16  # tokens that are decoded again with each new one: a character has 4 bytes at most
-
-
-class TokenizedPrompt(NamedTuple):
-    """The tokens of a prompt, its text or the messages of its chat, and the text that a completion
-    continues: an answer in a chat begins its own.
-    """
-
-    ids: list[int]
-    shown: str | list[dict[str, Any]]
-    text: str = ""
 
 
 def load(
@@ -84,11 +74,10 @@ def generate(
     """
     config = SampleConfig("", max_new_tokens, temperature, top_k, top_p, seed)
     config.validate()
-    is_chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
-    if not (isinstance(prompt, str) or is_chat):
-        raise ValueError("prompt must be a text, or a list of messages; several need a call each")
-    prompts = tokenize([("prompt", {"messages": prompt} if is_chat else prompt)], tokenizer)
-    *_, (completion,) = continued(config, model, tokenizer, prompts, [0])
+    asked = prompt if isinstance(prompt, str) else {"messages": prompt}
+    (completion,) = begun([("prompt", asked)], tokenizer)
+    for _ in continued(config, model, tokenizer, [completion], [0]):
+        pass
     return completion.text
 
 
@@ -98,14 +87,14 @@ def run(config: GenerateConfig) -> int:
     Raises ValueError or OSError, one line, for whatever is wrong with the request.
     """
     engine = Engine(config)
-    prompts = tokenize(list(texts_and_chats(config)), engine.tokenizer)
-    with engine.within_memory():
-        engine.load()
+    texts = begun(texts_and_chats(config), engine.tokenizer)
+
+    def answer_all() -> None:
         with open(config.out, "w", encoding="utf-8") if config.out else nullcontext() as file:
-            for first in range(0, len(prompts), config.batch_size):
-                numbers = range(len(prompts))[first : first + config.batch_size]
-                engine.answer(prompts, numbers, file)
-    return engine.exit_code
+            for first in range(0, len(texts), config.batch_size):
+                engine.answer(texts, range(len(texts))[first : first + config.batch_size], file)
+
+    return engine.run(answer_all)
 
 
 def chat(config: ChatConfig) -> int:
@@ -118,35 +107,38 @@ def chat(config: ChatConfig) -> int:
     """
     engine = Engine(config)
     template = Template(engine.trained.folder, today=datetime.now())
-    system = [] if config.system is None else [{"role": "system", "content": config.system}]
-    messages: list[dict[str, Any]] = system
-    with engine.within_memory():
-        engine.load()
-        while (line := read_line()) is not None:
+
+    def talk() -> None:
+        messages: list[dict[str, Any]] = []
+        if config.system is not None:
+            messages = [{"role": "system", "content": config.system}]
+        for line in read_lines():
             asked = [*messages, {"role": "user", "content": line}]
             try:
-                (prompt,) = tokenize([("chat", {"messages": asked})], engine.tokenizer, template)
+                (text,) = begun([("chat", {"messages": asked})], engine.tokenizer, template)
             # Such as a special token: only this message is lost
             except ValueError as error:
                 say(f"error: {error}")
                 continue
-            (answer,) = engine.answer([prompt], [0])
+            engine.answer([text], [0])
             config.seed += 1  # else each answer draws the same random numbers
+            answer = text.text
             # The next prompt would be refused with a special token in it
             for token in template.special:
                 answer = answer.replace(token, "")
             messages = [*asked, {"role": "assistant", "content": answer}]
-    return engine.exit_code
+
+    return engine.run(talk)
 
 
-def read_line() -> str | None:
-    """Return the next line of stdin that is not empty; None at its end."""
-    while True:
-        if sys.stdin.isatty():
-            write("> ")
-        line = sys.stdin.readline()
-        if not line or line.strip():
-            return line.strip() or None
+def read_lines() -> Iterator[str]:
+    """Yield the lines of stdin that are not empty; a terminal shows when it waits for one."""
+    mark = "> " if sys.stdin.isatty() else ""
+    write(mark)
+    for line in sys.stdin:
+        if line.strip():
+            yield line.strip()
+        write(mark)
 
 
 class Engine:
@@ -173,66 +165,64 @@ class Engine:
             **self.trained.model.block(0).attention.required(trains=False),
         )
         self.tokens, self.seconds = 0, 0.0  # of new tokens, prompts read
-        self.exit_code = 0
-        self.has_begun = False
 
-    @contextmanager
-    def within_memory(self) -> Iterator[None]:
-        """Print the speed at the end of the block; one line and exit code 1 if memory runs out."""
+    def run(self, task: Callable[[], None]) -> int:
+        """Read the weights, call `task`, print the speed, and return the exit code: 1, after one
+        line, if memory runs out.
+        """
         try:
             with within_memory(self.device):
-                yield
+                self.load()
+                task()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            when = "" if self.has_begun else " while the model loads"
+            when = "" if hasattr(self, "model") else " while the model loads"
             changes = "batch_size, max_new_tokens or model, precision=bf16 or attention=flash"
             say(f"error: out of memory{when}; give a smaller {changes}")
-            self.exit_code = 1
-        else:
-            speed = f"{self.tokens / max(self.seconds, 1e-9):,.1f} tokens/s"
-            say(f"generation {self.tokens:,} tokens in {self.seconds:.2f} s ({speed})")
+            return 1
+        speed = f"{self.tokens / max(self.seconds, 1e-9):,.1f} tokens/s"
+        say(f"generation {self.tokens:,} tokens in {self.seconds:.2f} s ({speed})")
+        return 0
 
     def load(self) -> None:
         """Read the weights."""
-        self.model = build_model(self.trained.file, self.attention, self.device, self.dtype)
-        for name, module in self.model.named_modules():  # norms compute in fp32, and stay in it
-            is_exact = f"{name}.weight" in self.model.exact
+        model = build_model(self.trained.file, self.attention, self.device, self.dtype)
+        for name, module in model.named_modules():  # norms compute in fp32, and stay in it
+            is_exact = f"{name}.weight" in model.exact
             if isinstance(module, nn.Linear | nn.Embedding) and not is_exact:
                 module.to(self.dtype)
+        self.model = model
 
     def answer(
-        self, prompts: list[TokenizedPrompt], numbers: Sequence[int], file: TextIO | None = None
-    ) -> list[str]:
-        """Continue the prompts with these `numbers` together and return the texts.
+        self, texts: list[Completion], numbers: Sequence[int], file: TextIO | None = None
+    ) -> None:
+        """Continue the `texts` with these `numbers` together.
 
-        Prints each text as soon as all before it are printed, after the last line of its prompt. A
-        text that is done is a line of `file`.
+        Prints each as soon as all before it are printed, after the last line of its prompt. A text
+        that is done is a line of `file`.
         """
-        self.has_begun = True
-        length = max(len(prompt.ids) for prompt in prompts) + self.config.max_new_tokens
+        length = max(len(text.ids) for text in texts) + self.config.max_new_tokens
         if length > self.trained.seq_len and 0 in numbers:  # once, of all prompts
             known = f"the model knows sequences of {self.trained.seq_len:,}"
             say(f"prompt and new tokens make up to {length:,} tokens; {known}")
-        batch = [prompts[number] for number in numbers]
+        batch = [texts[number] for number in numbers]
         began = time.perf_counter()
         steps = continued(self.config, self.model, self.tokenizer, batch, numbers)
-        completions = next(steps)
-        for number, prompt, completion in zip(numbers, batch, completions, strict=True):
-            heading = "" if len(prompts) == 1 else f"\n── {number + 1} of {len(prompts)} ──\n"
-            write(heading + prompt.text.rpartition("\n")[2])
+        for number, text in zip(numbers, batch, strict=True):
+            heading = "" if len(texts) == 1 else f"\n── {number + 1} of {len(texts)} ──\n"
+            write(heading + text.before.rpartition("\n")[2])
             printed = ""
-            while not completion.is_done:
-                write(completion.text.removeprefix(printed))
-                printed = completion.text
-                next(steps)
-            write(completion.text.removeprefix(printed) + "\n")
-            row = {"prompt": prompt.shown, "text": completion.text, "new_tokens": completion.tokens}
+            while not text.is_done:
+                next(steps, None)
+                write(text.text.removeprefix(printed))
+                printed = text.text
+            write(text.text.removeprefix(printed) + "\n")
+            row = {"prompt": text.shown, "text": text.text, "new_tokens": text.tokens}
             if file is not None:
                 print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
-        self.tokens += sum(completion.tokens for completion in completions)
+        self.tokens += sum(text.tokens for text in batch)
         self.seconds += time.perf_counter() - began
-        return [completion.text for completion in completions]
 
 
 def texts_and_chats(config: GenerateConfig) -> Iterator[tuple[str, Any]]:
@@ -266,58 +256,55 @@ def texts_and_chats(config: GenerateConfig) -> Iterator[tuple[str, Any]]:
             raise ValueError(f"{origin}: needs a text in 'prompt', or a list in 'messages'")
 
 
-def tokenize(
-    prompts: Sequence[tuple[str, Any]], tokenizer: Tokenizer, template: Template | None = None
-) -> list[TokenizedPrompt]:
-    """Return the prompts for texts and chats, each with its origin for messages; the chat template
+def begun(
+    prompts: Iterable[tuple[str, Any]], tokenizer: Tokenizer, template: Template | None = None
+) -> list[Completion]:
+    """Return what continues texts and chats, each with its origin for messages; the chat template
     is the one next to the tokenizer, unless it is given.
     """
-    tokenized = []
+    texts = []
     for origin, prompt in prompts:
         if isinstance(prompt, str):
-            tokenized.append(TokenizedPrompt(tokenizer.encode_prompt(prompt), prompt, prompt))
+            texts.append(Completion(tokenizer, tokenizer.encode_prompt(prompt), prompt, prompt))
             continue
         assert tokenizer.folder is not None, "a chat needs a tokenizer of longctx.load"
         template = template or Template(tokenizer.folder, today=datetime.now())
         ids = tokenizer.encode_question(template.prompt(origin, prompt))
-        tokenized.append(TokenizedPrompt(ids, prompt["messages"]))
-    return tokenized
+        texts.append(Completion(tokenizer, ids, prompt["messages"]))
+    return texts
 
 
 def continued(
     config: SampleConfig,
     model: GPT,
     tokenizer: Tokenizer,
-    prompts: list[TokenizedPrompt],
+    batch: list[Completion],
     numbers: Sequence[int],
-) -> Iterator[list[Completion]]:
-    """Continue the prompts with these `numbers` together: yield all completions after each step,
-    and once they have ended.
-    """
-    ids, ends = [prompt.ids for prompt in prompts], tokenizer.end_tokens
-    completions = [Completion(tokenizer, ends, prompt.text) for prompt in prompts]
+) -> Iterator[None]:
+    """Continue the texts of `batch`, which have these `numbers`, by a token in each step."""
+    ids, ends = [text.ids for text in batch], tokenizer.end_tokens
     decoder = decoder_of(model, len(ids), max(map(len, ids)) + config.max_new_tokens)
     sampler = Sampler(numbers, config.temperature, config.top_k, config.top_p, config.seed)
     for tokens in continuations(decoder, ids, config.max_new_tokens, sampler, ends):
-        for completion, token in zip(completions, tokens, strict=True):
+        for text, token in zip(batch, tokens, strict=True):
             if token is not None:
-                completion.add(token)
-        yield completions
-    for completion in completions:
-        completion.end()
-    yield completions
+                text.add(token, is_end=token in ends)
+        yield
+    for text in batch:
+        text.end()
 
 
 class Completion:
-    """The text after one prompt, without the token of `ends` that ends it. It has whole characters
-    only, which may be of several tokens.
+    """A prompt and the text after it, without the token that ends it. It has whole characters only,
+    which may be of several tokens.
 
-    before: the text that it continues. SentencePiece's decoders drop the space of a first word, so
-    the end of that text is decoded with the first tokens.
+    ids: the tokens of the prompt. shown: its text, or the messages of its chat.
+    before: the text that it continues; an answer in a chat begins its own. SentencePiece's decoders
+    drop the space of a first word, so the end of that text is decoded with the first tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, ends: Collection[int] = (), before: str = "") -> None:
-        self.tokenizer, self.ends = tokenizer, ends
+    def __init__(self, tokenizer: Tokenizer, ids: list[int], shown: Any, before: str = "") -> None:
+        self.tokenizer, self.ids, self.shown, self.before = tokenizer, ids, shown, before
         self.text = ""  # which no later token changes
         self.tokens = 0
         self.is_done = False
@@ -325,10 +312,10 @@ class Completion:
         self._in_text = len(self._ids)  # tokens whose text is in `before` or `text`
         self._context = 0  # tokens before the ones decoded: a first token may lose its space
 
-    def add(self, token: int) -> None:
-        """Take the next token."""
+    def add(self, token: int, is_end: bool = False) -> None:
+        """Take the next token, which may be the end of the text."""
         self.tokens += 1
-        if token in self.ends:
+        if is_end:
             return self.end()
         self._ids.append(token)
         new = self._decode_new()

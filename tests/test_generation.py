@@ -79,7 +79,7 @@ def test_python_writes_the_text_of_the_command(folder, capfd):
     with pytest.raises(ValueError, match="top_p=2"):
         longctx.generate(model, tokenizer, "a", top_p=2)
     for wrong in (["a", "b"], None):
-        with pytest.raises(ValueError, match="prompt must be a text"):
+        with pytest.raises(ValueError, match="prompt: "):
             longctx.generate(model, tokenizer, wrong)
     with pytest.raises(ValueError, match="precision=int4"):
         longctx.load(folder, precision="int4")
@@ -177,7 +177,7 @@ def test_a_completion_keeps_the_space_before_it(before, text):
     first = tokenizers.decoders.Strip(" ", 1, 0)
     fuse = tokenizers.decoders.Fuse()
     sentencepiece.decoder = tokenizers.decoders.Sequence([spaces, fuse, first])
-    completion = Completion(Tokenizer(sentencepiece, "</s>"), before=before)
+    completion = Completion(Tokenizer(sentencepiece, "</s>"), [], before, before)
     for token in (1, 0):
         completion.add(token)
     assert completion.text == text
@@ -188,12 +188,13 @@ def test_streamed_text_has_whole_characters(folder):
     text = "a rose é 水 😀 in 2024"
     ids = tokenizer.encode(text)
     assert all(len(tokenizer.encode(x)) > 1 for x in "é水😀")
-    completion = Completion(tokenizer, ends={tokenizer.eos_id})
-    for token in [*ids, tokenizer.eos_id]:
+    completion = Completion(tokenizer, [], "")
+    for token in ids:
         completion.add(token)
         assert text.startswith(completion.text)
+    completion.add(tokenizer.eos_id, is_end=True)
     assert completion.text == text and completion.is_done
-    broken = Completion(tokenizer)
+    broken = Completion(tokenizer, [], "")
     for token in ids[: ids.index(tokenizer.encode("水")[0]) + 1]:
         broken.add(token)
     assert broken.text == "a rose é "
