@@ -1,6 +1,7 @@
 """longctx: train GPTs on long documents, with pluggable exact attention."""
 
 import os
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
 
 def __getattr__(name: str) -> Any:
     # `import longctx` imports no torch, so that --help answers at once
-    if name not in ("generate", "load"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from longctx import generation
-
-    return getattr(generation, name)
+    if name in ("generate", "load"):
+        return resolve_name(f"longctx.generation:{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

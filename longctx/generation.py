@@ -14,26 +14,30 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from torch import nn
 
-from longctx import files, hub_snapshot, plugins, untrusted
-from longctx.attention import check
+from longctx import files, hub_snapshot, plugins
 from longctx.attention.description import AttentionConfig
 from longctx.config import presets
-from longctx.config.eval_config import ChatConfig, GenerateConfig, SampleConfig
-from longctx.data import Tokenizer
+from longctx.config.eval_config import ChatConfig, EvalConfig, GenerateConfig, SampleConfig
+from longctx.config.fields import refuse
+from longctx.data import DataConfig, Tokenizer
 from longctx.data.chat import Template
+from longctx.data.sources.compressed import opened
+from longctx.data.sources.text import rows_of_lines
 from longctx.evaluation.load import build_model, open_model
 from longctx.model import GPT
 from longctx.model.decoder import Sampler, continuations, decoder_of
-from longctx.parallel.devices import dtype_of, is_out_of_memory, this_machine, within_memory
+from longctx.parallel import devices
 from longctx.spec.step import precision_of
+from longctx.tables import console
 
-PROMPTS_SIZE = 1 << 30  # bytes of a file of prompts
 BROKEN = "\ufffd"  # stands for bytes that are no character, or not yet
+say = partial(console(stderr=True).print, soft_wrap=True)  # for lines that are no text of the model
 WINDOW = 16  # tokens that are decoded again with each new one: a character has 4 bytes at most
 
 
@@ -148,22 +152,17 @@ class Engine:
 
     def __init__(self, config: SampleConfig) -> None:
         self.config = config
-        self.device = this_machine().device_for(config.device, config.precision)
+        self.device = devices.this_machine().device_for(config.device, config.precision)
         precision = precision_of(config.precision, self.device)
-        self.dtype = dtype_of(precision)  # of matrices
+        self.dtype = devices.dtype_of(precision)  # of matrices
         self.trained = open_model(config.checkpoint)
         self.tokenizer = self.trained.tokenizer
         name = config.attention
-        asked = None if name is None else AttentionConfig(**presets.read("attention", name))
-        self.attention = plugins.attention_of(self.trained.run, self.trained.file, asked)
+        named = None if name is None else AttentionConfig(**presets.read("attention", name))
+        self.attention = plugins.attention_of(self.trained.run, self.trained.file, named)
         self.trained.model.prove(self.device, precision, self.trained.seq_len)
-        check(
-            self.attention.backend,
-            device=self.device,
-            dtype=self.dtype,
-            options=self.attention.options,
-            **self.trained.model.block(0).attention.required(trains=False),
-        )
+        asked = EvalConfig(attention=self.attention, precision=precision)
+        devices.check_attention(asked, self.trained.model, self.device)
         self.tokens, self.seconds = 0, 0.0  # of new tokens, prompts read
 
     def run(self, task: Callable[[], None]) -> int:
@@ -171,11 +170,11 @@ class Engine:
         line, if memory runs out.
         """
         try:
-            with within_memory(self.device):
+            with devices.within_memory(self.device):
                 self.load()
                 task()
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            if not devices.is_out_of_memory(error):
                 raise
             when = "" if hasattr(self, "model") else " while the model loads"
             changes = "batch_size, max_new_tokens or model, precision=bf16 or attention=flash"
@@ -229,31 +228,20 @@ def texts_and_chats(config: GenerateConfig) -> Iterator[tuple[str, Any]]:
     """Yield for each prompt its origin, for messages, and its text or its chat; ValueError names
     the file and line that has no prompt.
     """
-
-    def asked(text: str) -> Any:
-        return {"messages": [{"role": "user", "content": text}]} if config.chat else text
-
-    if config.prompts is None:
-        yield "prompt", asked(config.prompt or "")
-        return
-    file = Path(config.prompts)
-    # Editors on Windows write a byte-order mark
-    text = untrusted.read_text(file, PROMPTS_SIZE).removeprefix("\ufeff")
-    if not text.strip():
-        raise ValueError(f"prompts={config.prompts}: no prompt in it")
-    # splitlines would also break at U+2028, which a string of JSON may hold
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        origin = f"{file}:{number}"
-        with untrusted.named(origin, "not JSON ({})", (ValueError, RecursionError)):
-            row = json.loads(line)
-        if isinstance(row, dict) and isinstance(row.get("messages"), list):
-            yield origin, row
-        elif isinstance(row, dict) and isinstance(row.get("prompt"), str):
-            yield origin, asked(row["prompt"])
+    rows: list[Any] = [("", "prompt", {"prompt": config.prompt or ""})]
+    if config.prompts is not None:
+        file = Path(config.prompts)
+        with opened(file) as stream:
+            rows = list(rows_of_lines(file.name, file, stream, DataConfig()))
+        refuse((not rows, f"prompts={file}: no prompt in it"))
+    for _, origin, row in rows:
+        text, is_chat = row.get("prompt"), isinstance(row.get("messages"), list)
+        problem = f"{origin}: needs a text in 'prompt', or a list in 'messages'"
+        refuse((not is_chat and not isinstance(text, str), problem))
+        if config.chat and not is_chat:
+            yield origin, {"messages": [{"role": "user", "content": text}]}
         else:
-            raise ValueError(f"{origin}: needs a text in 'prompt', or a list in 'messages'")
+            yield origin, row if is_chat else text
 
 
 def begun(
@@ -341,8 +329,3 @@ def write(text: str) -> None:
         text = files.printable(text, "\n\t")
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def say(line: str) -> None:
-    """Print a line that is no text of the model."""
-    print(files.printable(line), file=sys.stderr, flush=True)

@@ -194,10 +194,8 @@ def typed_command() -> str:
     """Return the command that starts longctx in the user's shell, from the current folder: without
     an activated environment the shell finds no `longctx`, or another one.
     """
-    script, found = Path(sys.executable).parent / "longctx", shutil.which("longctx")
-    if found is not None and script.exists() and os.path.samefile(found, script):
-        return "longctx"
-    return f"{shlex.quote(sys.executable)} -m longctx"
+    own = shutil.which("longctx") == str(Path(sys.executable).parent / "longctx")
+    return "longctx" if own else f"{shlex.quote(sys.executable)} -m longctx"
 
 
 def end_with_parent(parent: int, number: int) -> None:

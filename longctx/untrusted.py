@@ -63,13 +63,12 @@ def opened(path: Path, *names: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-        is_named = any(str(name) in str(error) for name in (path, *names))
-        is_named = is_named and isinstance(error, ValueError | OSError)
-        if of_memory or is_named or isinstance(error, BrokenPipeError):
+        kind, is_mistake = type(error).__name__, isinstance(error, ValueError | OSError)
+        is_named = is_mistake and any(str(name) in str(error) for name in (path, *names))
+        of_memory = isinstance(error, MemoryError) or kind == "OutOfMemoryError"
+        if is_named or of_memory or isinstance(error, BrokenPipeError):
             raise
-        reason = f"{type(error).__name__}: {one_line(error)}"
-        raise ValueError(f"{path}: cannot be used ({reason})") from error
+        raise ValueError(f"{path}: cannot be used ({kind}: {one_line(error)})") from error
 
 
 def open_file(path: Path, limit: int | None = None, within: Path | None = None) -> BinaryIO:
@@ -167,9 +166,3 @@ def load_yaml(path: Path, within: Path | None = None) -> Any:
     not_yaml = (yaml.YAMLError, *WRONG_VALUE[1:])
     with named(path), named("cannot be read as YAML", errors=not_yaml):
         return yaml.load(text, Loader)
-
-
-def copy_file(source: Path, target: Path, limit: int, within: Path) -> None:
-    """Copy a file of at most `limit` bytes that really is in `within`; raise as `open_file`."""
-    with open_file(source, limit, within) as file:
-        target.write_bytes(file.read(limit))

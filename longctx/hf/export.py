@@ -67,7 +67,8 @@ def export(
             for name in TOKENIZER_FILES:
                 if (tokenizers / name).is_file():
                     limit = untrusted.TOKENIZER_SIZE
-                    untrusted.copy_file(tokenizers / name, folder / name, limit, within=tokenizers)
+                    text = untrusted.read_text(tokenizers / name, limit, within=tokenizers)
+                    (folder / name).write_text(text, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise OSError(
             f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}"

@@ -107,12 +107,8 @@ def _header(file: Path) -> dict[str, Stored]:
         untrusted.open_file(file, within=file.parent).close()
         # safetensors itself reads a header of at most 100 MB
         with safe_open(file, framework="pt") as opened:
-            names = opened.keys()  # not a dictionary
-            slices = {name: opened.get_slice(name) for name in names}
-            return {
-                name: Stored(file, tuple(x.get_shape()), x.get_dtype(), name)
-                for name, x in slices.items()
-            }
+            slices = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118
+            return {n: Stored(file, tuple(x.get_shape()), x.get_dtype(), n) for n, x in slices}
     except FileNotFoundError:
         raise FileNotFoundError(f"{file}: no such file, but the index names it") from None
     except (SafetensorError, OSError) as error:

@@ -190,10 +190,10 @@ def _rows(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> Named
         return _parquet(name, file, stream, config)
     if ending == ".json":
         return _of_json(name, file, stream.read().removeprefix(codecs.BOM_UTF8), config)
-    return (_cells if ending in DELIMITERS else _lines)(name, file, stream, config)
+    return (_cells if ending in DELIMITERS else rows_of_lines)(name, file, stream, config)
 
 
-def _lines(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> NamedRows:
+def rows_of_lines(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> NamedRows:
     """Yield the object of every line that is not empty."""
     for number, line in enumerate(stream, start=1):
         if not line.strip():
@@ -227,7 +227,7 @@ def _cells(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> Name
 def _of_json(name: str, file: Path, content: bytes, config: DataConfig) -> NamedRows:
     """Return the rows of a .json file: lines of objects, an array, or one object."""
     if re.match(rb"\s*\{[^\n]*\}\s*\n\s*\{", content):
-        return _lines(name, file, io.BytesIO(content), config)
+        return rows_of_lines(name, file, io.BytesIO(content), config)
     with untrusted.named(file, "not JSON ({})", (ValueError, RecursionError)):
         found = json.loads(_decode(content, str(file), config))
     rows = enumerate(found if isinstance(found, list) else [found], start=1)
