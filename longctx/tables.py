@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
-from rich.text import Text
 
 from longctx.files import printable
 
@@ -44,12 +43,12 @@ def console(stderr: bool = False) -> Console:
     return output
 
 
-def show(title: str, headings: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
+def show(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table of texts whole, with columns of numbers on the right."""
     output, table = console(), Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     rows = list(rows)
     for column, heading in enumerate(headings):
-        cells = [str(row[column]) for row in rows]
+        cells = [row[column] for row in rows]
         is_number = column > 0 and all(not cell or cell.lstrip("-")[:1].isdigit() for cell in cells)
         table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
     for row in rows:
