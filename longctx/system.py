@@ -29,7 +29,7 @@ STARTED_VARIABLE = "LONGCTX_STARTED"  # PID:folder of their supervisor, for rank
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 IGNORABLE = (signal.SIGHUP, signal.SIGUSR1)  # by who starts a command, as nohup does
 EXIT_CODES = tuple(128 + number for number in SIGNALS)
-TOGETHER = 0.5  # seconds in which signals count once: launchers pass on those sent to a group
+TOGETHER = 0.5  # seconds for which a signal counts once: launchers send a group's again
 
 
 @dataclass
@@ -119,7 +119,7 @@ def caught() -> Iterator[StopSignal]:
 
 @contextmanager
 def no_garbage() -> Iterator[None]:
-    """Collect no garbage inside the block, which makes what stays, such as libraries.
+    """Collect no garbage inside the block, whose objects stay, as those of libraries do.
 
     Looking through it again and again is a fifth of the time that importing torch takes.
     """

@@ -63,7 +63,7 @@ class Documents:
 
     def __init__(self, backend: str, options: dict[str, Any]) -> None:
         self.caller = Attention(backend, options)
-        # Attention of a layer that is recomputed, which saves its output
+        # Attention of a recomputed layer, which saves its output
         self.attend_and_save: Callable[..., Tensor] | None = None
         self.calls = 0  # of attention, so that a model without any is noticed
         self.begin(None)
@@ -78,7 +78,7 @@ class Documents:
             windowed = mask if window is None else mask.windowed(window)
             return windowed if shards is None else shards.mask(windowed)
 
-        # Of layers with a window, in the forward that runs or the one that is recomputed
+        # Of layers with a window, in the forward that runs or is recomputed
         self.mask_of: MaskOf = mask_of
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Tensor:
@@ -300,7 +300,7 @@ def padding_alone(
     if positions is not None:
         begin, queries = positions[0], len(positions)
     is_changed, is_packed = traits_of(mask_function)
-    if is_packed:  # of models that ask for a mask, and whose attention is not ours, too
+    if is_packed:  # Models may ask for a mask and have another attention than ours
         refuse_untried(sizes.get("config"))
     refuse(
         (

@@ -107,7 +107,7 @@ def described(settings: Mapping[str, Any]) -> TransformersConfig:
 
 
 def without_code(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `settings` without keys that choose code, which never runs."""
+    """Return `settings` without keys that choose code: it never runs."""
     return {x: y for x, y in settings.items() if x not in OF_CODE and not x.startswith("_")}
 
 
