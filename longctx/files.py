@@ -14,39 +14,36 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 FULL_DISK = 74  # EX_IOERR of sysexits.h: nothing about the request is wrong
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FULL_TEXTS = tuple(map(os.strerror, FULL))
 DAY = 86_400.0  # seconds after which a half-written file is of a killed process
-PARTIAL = re.compile(r"\..+\.\d+(\.\w+)?|\.step-\d+\.ckpt\.(partial|removed)")
+PARTIAL = re.compile(r"\..+\.partial|\.step-\d+\.ckpt\.removed")
 
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """Yield a free name next to `path`, with its suffix, for a file, link or folder that becomes
-    `path` at the end of the block.
+    """Yield a path of the same name, in a hidden folder next to `path`, for a file, link or folder
+    that becomes `path` at the end of the block.
 
     If the block raises, its files are removed and `path` stays as it was. An OSError without a file
     name, such as of a full disk, gets the name of `path`. A folder replaces only an empty one.
     """
     as_given, path = path, path.absolute()
-    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    remove(partial)  # of a killed process that had the same number
-    for left in path.parent.glob(f".{glob.escape(path.stem)}.[0-9]*{path.suffix}"):
-        number = left.name.removeprefix(f".{path.stem}.").removesuffix(path.suffix)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
         with suppress(FileNotFoundError):  # another process has just ended it
-            if number.isdigit() and left.lstat().st_mtime < time.time() - DAY:
+            if left.lstat().st_mtime < time.time() - DAY:
                 remove(left)
     try:
-        yield partial
-        os.replace(partial, path)
+        with TemporaryDirectory(".partial", f".{path.name}.", path.parent) as folder:
+            yield Path(folder, path.name)
+            os.replace(Path(folder, path.name), path)
     except OSError as error:
         if error.errno:  # without a number it has only its text, which a file name would hide
             error.filename = error.filename or str(as_given)
         raise
-    finally:
-        remove(partial)
 
 
 def as_umask_allows(path: Path) -> None:

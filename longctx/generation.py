@@ -78,8 +78,8 @@ def generate(
     """
     config = SampleConfig("", max_new_tokens, temperature, top_k, top_p, seed)
     config.validate()
-    asked = prompt if isinstance(prompt, str) else {"messages": prompt}
-    (completion,) = begun([("prompt", asked)], tokenizer)
+    row = {"prompt" if isinstance(prompt, str) else "messages": prompt}
+    (completion,) = begun([("prompt", row)], tokenizer)
     for _ in continued(config, model, tokenizer, [completion], [0]):
         pass
     return completion.text
@@ -91,7 +91,7 @@ def run(config: GenerateConfig) -> int:
     Raises ValueError or OSError, one line, for whatever is wrong with the request.
     """
     engine = Engine(config)
-    texts = begun(texts_and_chats(config), engine.tokenizer)
+    texts = begun(rows_of(config), engine.tokenizer)
 
     def answer_all() -> None:
         with open(config.out, "w", encoding="utf-8") if config.out else nullcontext() as file:
@@ -113,9 +113,8 @@ def chat(config: ChatConfig) -> int:
     template = Template(engine.trained.folder, today=datetime.now())
 
     def talk() -> None:
-        messages: list[dict[str, Any]] = []
-        if config.system is not None:
-            messages = [{"role": "system", "content": config.system}]
+        system = [] if config.system is None else [{"role": "system", "content": config.system}]
+        messages: list[dict[str, Any]] = system
         for line in read_lines():
             asked = [*messages, {"role": "user", "content": line}]
             try:
@@ -224,41 +223,38 @@ class Engine:
         self.seconds += time.perf_counter() - began
 
 
-def texts_and_chats(config: GenerateConfig) -> Iterator[tuple[str, Any]]:
-    """Yield for each prompt its origin, for messages, and its text or its chat; ValueError names
-    the file and line that has no prompt.
-    """
-    rows: list[Any] = [("", "prompt", {"prompt": config.prompt or ""})]
+def rows_of(config: GenerateConfig) -> list[tuple[str, Any]]:
+    """Return a row for each prompt, with its origin for messages; ValueError for a file without."""
+    rows: list[tuple[str, Any]] = [("prompt", {"prompt": config.prompt or ""})]
     if config.prompts is not None:
         file = Path(config.prompts)
         with opened(file) as stream:
-            rows = list(rows_of_lines(file.name, file, stream, DataConfig()))
+            rows = [x[1:] for x in rows_of_lines(file.name, file, stream, DataConfig())]
         refuse((not rows, f"prompts={file}: no prompt in it"))
-    for _, origin, row in rows:
-        text, is_chat = row.get("prompt"), isinstance(row.get("messages"), list)
-        problem = f"{origin}: needs a text in 'prompt', or a list in 'messages'"
-        refuse((not is_chat and not isinstance(text, str), problem))
-        if config.chat and not is_chat:
-            yield origin, {"messages": [{"role": "user", "content": text}]}
-        else:
-            yield origin, row if is_chat else text
+    for _, row in rows:
+        if config.chat and isinstance(row.get("prompt"), str):
+            row.setdefault("messages", [{"role": "user", "content": row["prompt"]}])
+    return rows
 
 
 def begun(
-    prompts: Iterable[tuple[str, Any]], tokenizer: Tokenizer, template: Template | None = None
+    rows: Iterable[tuple[str, Any]], tokenizer: Tokenizer, template: Template | None = None
 ) -> list[Completion]:
-    """Return what continues texts and chats, each with its origin for messages; the chat template
-    is the one next to the tokenizer, unless it is given.
+    """Return what continues the text or the chat of each row. The chat template is the one next to
+    the tokenizer, unless it is given. ValueError names the origin of a row that has neither.
     """
     texts = []
-    for origin, prompt in prompts:
-        if isinstance(prompt, str):
-            texts.append(Completion(tokenizer, tokenizer.encode_prompt(prompt), prompt, prompt))
-            continue
-        assert tokenizer.folder is not None, "a chat needs a tokenizer of longctx.load"
-        template = template or Template(tokenizer.folder, today=datetime.now())
-        ids = tokenizer.encode_question(template.prompt(origin, prompt))
-        texts.append(Completion(tokenizer, ids, prompt["messages"]))
+    for origin, row in rows:
+        text, chat = row.get("prompt"), row.get("messages")
+        if isinstance(chat, list):
+            assert tokenizer.folder is not None, "a chat needs a tokenizer of longctx.load"
+            template = template or Template(tokenizer.folder, today=datetime.now())
+            ids = tokenizer.encode_question(template.prompt(origin, row))
+            texts.append(Completion(tokenizer, ids, chat))
+        elif isinstance(text, str):
+            texts.append(Completion(tokenizer, tokenizer.encode_prompt(text), text, text))
+        else:
+            raise ValueError(f"{origin}: needs a text in 'prompt', or a list in 'messages'")
     return texts
 
 

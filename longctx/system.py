@@ -61,9 +61,8 @@ class StopSignal:
         """Take a signal, as its handler."""
         if os.getpid() != self.process:  # a child that was forked
             os._exit(128 + number)
-        now = time.monotonic()
-        is_new, self.latest = now - self.latest > TOGETHER, now
-        if not is_new:
+        before, self.latest = self.latest, time.monotonic()
+        if self.latest - before <= TOGETHER:
             return
         if self.has_raised:
             exit_at_once(number, frame)
@@ -105,15 +104,14 @@ def caught() -> Iterator[StopSignal]:
             hook(unraisable)
 
     sys.unraisablehook = without_signals
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
-    for number, handler in before.items():
-        if not (number in IGNORABLE and handler is signal.SIG_IGN):
-            signal.signal(number, _current.on_signal)
+    ignored = [x for x in IGNORABLE if signal.getsignal(x) is signal.SIG_IGN]
+    numbers = [x for x in SIGNALS if x not in ignored]
+    before = [signal.signal(number, _current.on_signal) for number in numbers]
     try:
         yield _current
     finally:
         _current, sys.unraisablehook = None, hook
-        for number, handler in before.items():
+        for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
 
 

@@ -17,7 +17,8 @@ def test_a_file_is_replaced_whole(tmp_path):
     path.write_text("old")
     with files.atomic(path) as partial:
         partial.write_text("new")
-        assert (partial.parent, partial.suffix, path.read_text()) == (tmp_path, ".json", "old")
+        assert (partial.parent.parent, partial.name) == (tmp_path, "a.json")
+        assert path.read_text() == "old"
     files.write_text(tmp_path / "ü", "→")
     assert path.read_text() == "new" and (tmp_path / "ü").read_bytes() == "→".encode()
     assert path.stat().st_mode == usual.stat().st_mode
@@ -46,20 +47,19 @@ def test_a_failure_leaves_the_old_file_and_no_part(tmp_path):
 
 
 def test_parts_of_killed_processes_go_after_a_day(tmp_path):
-    old, new, other = (tmp_path / name for name in (".out.12", ".out.13", ".out.json"))
+    old, new, other = (
+        tmp_path / f".{name}" for name in ("out.a.partial", "out.b.partial", "out.a")
+    )
     for path in (old, new, other):
         path.mkdir()
     for path in (old, other):
         os.utime(path, (0, 0))
     with files.atomic(tmp_path / "out") as partial:
         partial.mkdir()
-    assert {p.name for p in tmp_path.iterdir()} == {"out", ".out.13", ".out.json"}
+    assert {p.name for p in tmp_path.iterdir()} == {"out", ".out.b.partial", ".out.a"}
 
 
 def test_folders_and_links_are_replaced_too(tmp_path):
-    partial_folder = tmp_path / f".out.{os.getpid()}"
-    partial_folder.mkdir()
-    (partial_folder / "part").write_text("")
     with files.atomic(tmp_path / "out") as partial:
         partial.mkdir()
         (partial / "x").write_text("whole")
@@ -72,10 +72,8 @@ def test_folders_and_links_are_replaced_too(tmp_path):
 
 
 def test_leftovers_of_killed_processes_go(tmp_path):
-    hidden = (
-        *(".config.77.yaml", ".kernel.lock.12.json", ".last.3.ckpt", ".step-00000001.77.ckpt"),
-        *(".step-00000002.ckpt.partial", ".step-00000002.ckpt.removed"),
-    )
+    names = ("config.yaml.a1.partial", "step-00000002.ckpt.partial", "step-00000002.ckpt.removed")
+    hidden = tuple(f".{name}" for name in names)
     stays = (".git", ".config.yaml.swp", "a.77.yaml", "step-00000001.ckpt", ".env.local")
     for name in (*hidden, *stays):
         (tmp_path / name).touch()
