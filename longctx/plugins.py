@@ -18,6 +18,7 @@ from typing import Any
 
 from longctx import untrusted
 from longctx.attention.description import DESCRIPTIONS, AttentionConfig
+from longctx.config.fields import refuse
 from longctx.runs import run_folder
 
 HASH = "@sha256:"  # between the path of a recorded plugin and its hash
@@ -48,11 +49,10 @@ def _load(argument: str, expected: str) -> str:
             exec(compile(source, path, "exec", dont_inherit=True), vars(module))
         except Exception as error:
             del sys.modules[name]
-            # The last line in this file; a SyntaxError has its own
-            frames = traceback.extract_tb(error.__traceback__)
-            lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-            where = f"line {getattr(error, 'lineno', None) or lines[-1]}"
-            problem = f"{where}: {type(error).__name__}: {error}"
+            # A SyntaxError has its own line, others one of this file behind ours
+            _, *lines = [number for _, number in traceback.walk_tb(error.__traceback__)]
+            line = getattr(error, "lineno", None) or lines[0]
+            problem = f"line {line}: {type(error).__name__}: {error}"
             raise ValueError(f"plugins={argument}: {problem}") from error
     return f"{path}{HASH}{digest}"
 
@@ -64,11 +64,9 @@ def check_named(recorded: Any, given: Sequence[str] | None, place: Path) -> None
     Warn if one has changed since it was recorded.
     """
     recorded = recorded if isinstance(recorded, list) else [recorded] if recorded else []
-    if recorded and given is None:
-        raise ValueError(
-            f"{place}: names plugins, which run only if the command line names them too: "
-            f"{shlex.quote(as_typed(recorded))}, or plugins=[] to go without"
-        )
+    problem = f"{place}: names plugins, which run only if the command line names them too"
+    remedy = f"{shlex.quote(as_typed(recorded))}, or plugins=[] to go without"
+    refuse((recorded and given is None, f"{problem}: {remedy}"))
     entries = [str(entry).partition(HASH) for entry in recorded]
     names = {Path(path).name for path, _, digest in entries if digest}
     known = {digest for _, _, digest in entries}
@@ -99,13 +97,11 @@ def attention_of(
     run = run or {}
     with untrusted.opened(file, "attention="):
         own = AttentionConfig(**run.get("attention", {}))
-        if own.backend not in DESCRIPTIONS:
-            problem = f"trained with attention={own.backend}, which a plugin brings; name it"
-            raise ValueError(f"{file}: {problem}: {as_typed(run.get('plugins') or ['FILE.py'])}")
+        trained = f"{file} was trained with attention={own.backend}"
+        plugin = f"{trained}, of {as_typed(run.get('plugins') or ['FILE.py'])}; name that"
+        refuse((own.backend not in DESCRIPTIONS, plugin))
         own.validate()
-        if asked is not None and asked.backend != own.backend and not own.description.exact:
-            raise ValueError(
-                f"attention={asked.backend}: {file} was trained with attention={own.backend}, "
-                "which computes something else; leave attention out"
-            )
+        other = asked is not None and asked.backend != own.backend and not own.description.exact
+        problem = f"attention={asked and asked.backend}: {trained}, which computes something else"
+        refuse((other, f"{problem}; leave attention out"))
     return asked or own
