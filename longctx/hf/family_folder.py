@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longctx import files
-from longctx.hf.families import FAMILIES, family_of, read_model, write_config
+from longctx.hf.families import FAMILIES, read_model, write_config
 from longctx.hf.families.config_json import text_name, wraps
 from longctx.hf.families.family import EMBEDDING, LM_HEAD
 from longctx.hf.stored import (
@@ -169,4 +169,5 @@ def writer(
 
 def pieces(model: GPT) -> Iterator[Piece]:
     """Yield every tensor of a folder, as rows of a parameter of `model`."""
-    yield from family_of(model.config).tensors(model.config)
+    keys = write_config(model.config, model.config.context or 1)
+    yield from FAMILIES[keys["model_type"]].tensors(model.config)

@@ -69,11 +69,6 @@ def inventory(folder: Path) -> dict[str, Stored]:
     """Every tensor in the safetensors of `folder`, one file or the shards that an index names, from
     their headers.
     """
-    if not any(os.path.lexists(folder / name) for name in (SINGLE, INDEX)):
-        raise FileNotFoundError(
-            f"{folder}: no model.safetensors and no model.safetensors.index.json; pickles (*.bin) "
-            "are not read, since they can run code: save the model as safetensors"
-        )
     stored: dict[str, Stored] = {}
     for name in [SINGLE] if os.path.lexists(folder / SINGLE) else shards_of(folder):
         header = _header(folder / name)
@@ -110,7 +105,8 @@ def _header(file: Path) -> dict[str, Stored]:
             slices = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118
             return {n: Stored(file, tuple(x.get_shape()), x.get_dtype(), n) for n, x in slices}
     except FileNotFoundError:
-        raise FileNotFoundError(f"{file}: no such file, but the index names it") from None
+        remedy = "pickles (*.bin) are not read, since they can run code: save it as safetensors"
+        raise FileNotFoundError(f"{file}: no such file; {remedy}, with its index if any") from None
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file}: not a whole safetensors file ({error})") from error
 

@@ -73,6 +73,8 @@ def described(settings: Mapping[str, Any]) -> TransformersConfig:
     windowed = [n for n, kind in enumerate(kinds) if kind == "sliding_attention"]
     if not windowed or getattr(config, "use_sliding_window", None) is False:
         window = None
+    # Granite divides logits by a number, Cohere multiplies
+    divisor, factor = (getattr(config, x, None) for x in ("logits_scaling", "logit_scale"))
     # A rank adds so many parameters to each target
     lora = dict.fromkeys(TARGETS, 0)
     for _, linear, target in linears_of(decoder):
@@ -92,7 +94,7 @@ def described(settings: Mapping[str, Any]) -> TransformersConfig:
         sinks=any(name.endswith(".sinks") for name, _ in decoder.named_parameters()),
         context=getattr(config, "max_position_embeddings", None),
         multipliers=Multipliers(
-            logits=logit_factor(config),
+            logits=1 / divisor if divisor else float(factor or 1.0),
             logit_softcap=getattr(config, "final_logit_softcapping", None),
         ),
         transformers={
@@ -124,12 +126,6 @@ def value_of(config: Any, name: str) -> int:
     has_layers = hasattr(config, "num_hidden_layers")
     layers = (has_layers and getattr(config, "per_layer_config", None)) or [config]
     return max(getattr(layer, name, None) or 0 for layer in layers)
-
-
-def logit_factor(config: Any) -> float:
-    """Return the factor of the logits: Granite divides, Cohere multiplies."""
-    divisor = getattr(config, "logits_scaling", None)
-    return 1 / divisor if divisor else float(getattr(config, "logit_scale", None) or 1.0)
 
 
 def refuse_unless_covered(settings: Mapping[str, Any], whole: Any) -> None:

@@ -142,7 +142,7 @@ def test_a_pickle_is_not_read(llama, changed):
     folder = changed()
     (folder / "model.safetensors").unlink()
     torch.save({}, folder / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match=r"no model\.safetensors .*pickles"):
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors: no such file; pickles"):
         pretrained(folder)
 
 
@@ -169,7 +169,7 @@ def test_broken_and_missing_shards_are_refused(llama, tmp_path):
     with pytest.raises(ValueError, match="not a whole safetensors file"):
         pretrained(folder)
     (folder / last).unlink()
-    with pytest.raises(FileNotFoundError, match=f"{last}: no such file, but the index names it"):
+    with pytest.raises(FileNotFoundError, match=f"{last}: no such file"):
         pretrained(folder)
     first = min(content["weight_map"].values())
     (folder / last).write_bytes((folder / first).read_bytes())

@@ -139,8 +139,3 @@ def _comparable(config: GPTConfig, context: int) -> GPTConfig:
         ffn=config.ffn if has_dense else config.expert_ffn,
         experts=replace(config.experts, ffn=config.expert_ffn),
     )
-
-
-def family_of(config: GPTConfig) -> Family:
-    """Return the family that writes `config`; ValueError if there is none."""
-    return FAMILIES[write_config(config, config.context or 1)["model_type"]]
