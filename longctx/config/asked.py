@@ -15,28 +15,20 @@ def workload_of(
 ) -> Workload:
     """Return the step of `config` on `device` ("cuda" or "cpu") with sequences of `seq_len` tokens,
     in the plainest division that it leaves open.
+
+    Nulls get their defaults; the memory policy stays as requested.
     """
-    step = open_step(config, device, seq_len, model or config.model)
-    return step.divided(step.divisions[0], seq_len)
-
-
-def open_step(config: TrainConfig, device: str, seq_len: int, model: GPTConfig) -> Workload:
-    """Return the step of `config` with every division that it leaves open.
-
-    Nulls get their defaults; the memory policy stays as requested. On a GPU the planner may make
-    fewer, larger micro-batches of the same step.
-    """
-    memory, compiles = config.memory, config.compile.lower()
-    possible = divisions(config, model)
-    return Workload(
+    model, memory, compiles = model or config.model, config.memory, config.compile.lower()
+    step = Workload(
         device=device,
         devices=config.devices,
-        strategy=possible[0].strategy,
-        context=possible[0].context,
-        context_method=possible[0].context_method,
-        seq_len=seq_len,
+        # These five are the division's
+        strategy="none",
+        context=1,
+        context_method="",
         batch_size=0,
         accumulate=0,
+        seq_len=seq_len,
         precision=precision_of(config.precision, device),
         compile=device == "cuda" and model.has_kernels
         if compiles == "auto"
@@ -52,8 +44,8 @@ def open_step(config: TrainConfig, device: str, seq_len: int, model: GPTConfig) 
         graphs=config.graphs.lower() if config.objective.traits.data is None else "false",
         bf16_layers=tuple(config.bf16_layers),
         passkey_length=max(config.passkey.lengths or [0]) if config.passkey.enabled else 0,
-        divisions=tuple(possible),
     )
+    return step.divided(divisions(config, model)[0], seq_len)
 
 
 def divisions(config: TrainConfig, model: GPTConfig) -> list[Division]:

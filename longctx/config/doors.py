@@ -193,15 +193,6 @@ class OptimizerConfig(NamedGroup[OptimizerTraits]):
     door = OPTIMIZERS
     name: str = key("adamw", "set by optimizer=NAME", choices=OPTIMIZERS, short=True)
 
-    def problems_beside(self, optimizer_state: str | None, lora_rank: int | None) -> Iterator[str]:
-        """Yield a message if this optimizer cannot keep its state so, or cannot train LoRA."""
-        setting, states = f"optimizer={self.name}", self.traits.states
-        possible = ", ".join(states)
-        if (optimizer_state or "fp32") not in states:
-            yield f"memory.optimizer_state={optimizer_state} with {setting}: can be {possible}"
-        if lora_rank is not None and not self.traits.lora:
-            yield f"{setting} with lora.rank={lora_rank}: trains no LoRA; use optimizer=adamw"
-
 
 @dataclass
 class ObjectiveConfig(NamedGroup[Objective]):

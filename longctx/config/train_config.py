@@ -177,7 +177,12 @@ class TrainConfig(Group):
         if self.devices > 1:
             self.context.check_degree(self.devices)
         state = self.memory.filled(self.memory.policies()[0]).optimizer_state
-        yield from self.optimizer.problems_beside(state, self.lora.rank)
+        traits, setting = self.optimizer.traits, f"optimizer={self.optimizer.name}"
+        if (state or "fp32") not in traits.states:
+            possible = ", ".join(traits.states)
+            yield f"memory.optimizer_state={state} with {setting}: can be {possible}"
+        if self.lora.rank is not None and not traits.lora:
+            yield f"{setting} with lora.rank={self.lora.rank}: trains no LoRA; use optimizer=adamw"
         for name in self.tracker:
             package = TRACKERS[name].package
             if package is not None and find_spec(package) is None:
@@ -198,8 +203,6 @@ class TrainConfig(Group):
         """Yield a message for keys that a new run cannot have; a resumed one had them before."""
         if self.context.degree == 1 and self.context.method != "auto":
             yield f"context.method={self.context.method}: does nothing with context=1; give both"
-        if self.max_steps and (self.warmup_steps or 0) > self.max_steps:
-            yield f"warmup_steps={self.warmup_steps}: of {self.max_steps:,} steps; give fewer"
         if self.lora.rank is not None and self.init is None:
             yield f"lora.rank={self.lora.rank}: adds to trained weights; give init="
 
@@ -234,8 +237,9 @@ class TrainConfig(Group):
             yield f"{setting} with graphs=true: its sums are no graph; use graphs=auto"
 
     def _problems_of_schedules(self) -> Iterator[str]:
-        """Yield a message for wrong lengths, and for keys of another schedule than lr_schedule."""
-        yield from self._problems_of_lengths()
+        """Yield a message for keys of another schedule than lr_schedule, and unless the lengths of
+        seq_len_schedule grow and divide seq_len.
+        """
         names = dict.fromkeys(name for traits in SCHEDULES.values() for name in traits.keys)
         values = {name: getattr(self, name) for name in names}
         own = SCHEDULES[self.lr_schedule].keys
@@ -243,9 +247,6 @@ class TrainConfig(Group):
         if self.lr_decay_share is not None and self.lr_decay_from is not None:
             share = f"lr_decay_share={self.lr_decay_share}"
             yield f"{share} and lr_decay_from={self.lr_decay_from}: give one"
-
-    def _problems_of_lengths(self) -> Iterator[str]:
-        """Yield a message unless the lengths of seq_len_schedule grow and divide seq_len."""
         setting, before = f"seq_len_schedule={self.seq_len_schedule}", 1
         if self.seq_len_schedule and self.seq_len == "max":
             yield f"{setting}: its lengths divide seq_len; give a number, not max"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from longctx.attention.description import AUTO, AttentionConfig
 from longctx.config import presets
-from longctx.config.asked import open_step, with_vocabulary
+from longctx.config.asked import divisions, with_vocabulary, workload_of
 from longctx.config.train_config import TrainConfig
 from longctx.parallel.devices import able_backends, check_attention
 from longctx.parallel.launch import launched
@@ -32,14 +32,14 @@ def step_of(
     able = able_backends(config, model, device) if is_open or device == "cuda" else []
     if not is_open:
         check_attention(config, model, device)
-    step = with_vocabulary(open_step(config, device, choice.seq_len, model), tokens)
-    possible = step.divisions
+    step = with_vocabulary(workload_of(config, device, choice.seq_len, model), tokens)
+    possible = divisions(config, model)
     if config.resume:
         possible = with_steps_of_run(possible, config, overrides)
     step = replace(
-        step.divided(step.divisions[0], step.seq_len),
+        step,
         machines=launched(config).nodes,
-        divisions=possible,
+        divisions=tuple(possible),
         backends=tuple(AttentionConfig(**presets.read("attention", name)) for name in able),
         merges=config.batch_size is None and config.accumulate is None,
         is_longest=config.seq_len == "max",
@@ -49,7 +49,7 @@ def step_of(
 
 def with_steps_of_run(
     each: Sequence[Division], config: TrainConfig, overrides: Collection[str]
-) -> tuple[Division, ...]:
+) -> list[Division]:
     """Return the divisions that keep the sequences per step of a resumed run, on the devices of
     this request. `batch_size` and `accumulate` are fixed if `overrides` names them. ValueError if
     there is no such division.
@@ -76,4 +76,4 @@ def with_steps_of_run(
             f"{asked}: a step of the run has {rows} sequences, which cannot be divided so; give "
             f"numbers with groups of devices × batch_size × accumulate = {rows}"
         )
-    return tuple(possible)
+    return possible

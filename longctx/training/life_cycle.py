@@ -48,17 +48,12 @@ def train(request: Request[TrainConfig], processes: Launched) -> int:
     # torchrun and srun decide the number of processes; devices= may be left out
     request = request._replace(config=replace(request.config, devices=processes.ranks))
     if request.config.dry_run:
-        if run := decided(request, machine, number_here() == 0):
-            print(*opening(run, machine), sep="\n")
+        if number_here() == 0:
+            print(*opening(resolve(request, machine), machine), sep="\n")
         return 0
     parallel = parallel_of(request.config, machine, processes)
     with system.caught() as stop:
         return LifeCycle(parallel, stop).live(request, machine)
-
-
-def decided(request: Request[TrainConfig], machine: Machine, is_first: bool) -> Run | None:
-    """Return the run that rank 0 decides for all ranks; None on the others."""
-    return resolve(request, machine) if is_first else None
 
 
 class LifeCycle:
@@ -94,7 +89,7 @@ class LifeCycle:
         # A resumed run is locked before its newest checkpoint is read
         if resumed and parallel.is_first:
             locks.enter_context(run_folder.locked(Path(resumed)))
-        self.run = decided(request, machine, parallel.is_first)
+        self.run = resolve(request, machine) if parallel.is_first else None
         parallel.launch()
         # Every rank opens the data itself
         mine = None if self.run is None else replace(self.run, data=None)

@@ -28,10 +28,6 @@ from longctx.untrusted import opened
 SOME_LENGTH = 4096  # tokens of seq_len=max, for choices that are made before the length is known
 BALANCE = "model.experts.balance"
 OPEN_KEYS = ("model.vocab_size", BALANCE)  # the weights leave them open
-DROPOUTS = (
-    *("attention_dropout", "hidden_dropout", "residual_dropout"),
-    *("attn_pdrop", "embd_pdrop", "resid_pdrop"),
-)
 # Copied to the run next to the tokenizer, for exports
 KEPT_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
@@ -83,9 +79,12 @@ def model_of(config: TrainConfig, device: str, overrides: Mapping[str, str]) -> 
     else:
         model = read_hugging_face(init, folder, vocab_size, config)
         init, home = str(folder) if from_hub is None else init, folder
-        settings = untrusted.read_settings(folder / "config.json")
-        if dropout := [f"{name}={settings[name]}" for name in DROPOUTS if settings.get(name)]:
-            source += f", without its {', '.join(dropout)}"
+        settings = untrusted.read_settings(folder / "config.json").items()
+        # As attention_dropout and attn_pdrop
+        dropouts = [
+            f"{x}={value}" for x, value in settings if value and x.endswith(("dropout", "pdrop"))
+        ]
+        source += f", without its {', '.join(dropouts)}" if dropouts else ""
     # Weights do not say how their experts were balanced
     if BALANCE in overrides:
         experts = replace(model.experts, balance=config.model.experts.balance)
@@ -107,9 +106,6 @@ def read_hugging_face(
         model = model.with_vocabulary(vocab_size)
     whole = weights_reader().with_weights(init, "init")
     weights_reader().format_of(model).check_weights(model, whole)
-    for name in KEPT_FILES:
-        if os.path.lexists(folder / name):
-            untrusted.open_file(folder / name, untrusted.SETTINGS_SIZE, folder).close()
     return model
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import signal
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,8 +105,23 @@ class RunLog:
 
     def start_copies(self) -> None:
         """Begin the copies by tracker=; before the first step they have nothing to show."""
-        if self.tracker is not None:
-            self.tracker.start_copies(run_metadata(self.run) | {"kernels": self._kernels()})
+        if self.tracker is None:
+            return
+        run, workload, model = self.run, self.run.workload, self.run.workload.model
+        assert run.data is not None
+        known = {
+            "backend": workload.attention.backend,
+            "data_fingerprint": run.data.fingerprint,
+            "parameters": model.parameters(),
+            "trained_parameters": workload.lora.parameters(model) or model.parameters(),
+            "data_summary": run.data.summary(),
+            "device": torch.cuda.get_device_name() if workload.device == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "kernel_lock": run.kernel_lock,
+            "memory_predicted_gib": predicted_gib(run),
+            "kernels": self._kernels(),
+        }
+        self.tracker.start_copies(run.settings() | known)
 
     def saved(self, step: int, size: int, seconds: float) -> None:
         """Print that the checkpoint after `step` is on disk."""
@@ -128,10 +142,7 @@ class RunLog:
         self.say("")
         # The next command depends on how the run ended
         finished = code == 0 and self.steps_done >= self.run.max_steps
-        config = self.run.config
-        named = plugins.as_typed(config.plugins) if config.plugins else ""
-        closing = (self.run.folder, self._kernels(), finished, self.steps_done)
-        for line in closing_lines(*closing, config.data.chat, named):
+        for line in closing_lines(self.run, self._kernels(), finished, self.steps_done):
             self.say(line)
 
     def _kernels(self) -> dict[str, str]:
@@ -162,17 +173,11 @@ def brief(row: Record) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def closing_lines(
-    folder: Path,
-    kernels: dict[str, str],
-    finished: bool,
-    steps: int,
-    chat: bool = False,
-    plugins: str = "",
-) -> list[str]:
-    """Return the results of a run after `steps`, its folder, and the next commands, to which
-    `plugins` is an argument. `finished`: it has done all its steps.
+def closing_lines(run: Run, kernels: dict[str, str], finished: bool, steps: int) -> list[str]:
+    """Return the results of a run after `steps`, its folder, and the next commands. `finished`: it
+    has done all its steps.
     """
+    folder, config = run.folder, run.config
     rows = metrics_file.read(folder)
     numbers = figures(rows)
     if numbers.get("step") != steps:  # it was stopped after steps that no row has counted
@@ -186,9 +191,10 @@ def closing_lines(
     ran = ", ".join(f"{backend}: {kernel}" for backend, kernel in kernels.items())
     lines |= {"attention": ran or "did not run", "run": str(folder)}
     if checkpoints(folder):
-        path = shlex.join(filter(None, [str(folder), plugins]))
+        named = [plugins.as_typed(config.plugins)] if config.plugins else []
+        path = shlex.join([str(folder), *named])
         more = f" max_steps={2 * steps}" if finished else ""
-        text = f"chat {path}" if chat else f"generate {path} prompt='Once upon a time'"
+        text = f"chat {path}" if config.data.chat else f"generate {path} prompt='Once upon a time'"
         commands = {"evaluate": f"eval {path}", "write text": text}
         commands["train on"] = f"resume {path}{more}"
         longctx = system.typed_command()
@@ -206,23 +212,6 @@ def summary(metric: Metric, rows: list[Record], numbers: Record) -> str:
     if metric.of_run == "last" and metric.better is not None and len(column) > 1:
         return f"{metric.text(column[0])} → {text}"
     return text
-
-
-def run_metadata(run: Run) -> dict[str, Any]:
-    """Return the settings of a run and what follows from them, for trackers."""
-    workload, model, data = run.workload, run.workload.model, run.data
-    assert data is not None
-    return run.settings() | {
-        "backend": workload.attention.backend,
-        "data_fingerprint": data.fingerprint,
-        "parameters": model.parameters(),
-        "trained_parameters": workload.lora.parameters(model) or model.parameters(),
-        "data_summary": data.summary(),
-        "device": torch.cuda.get_device_name() if workload.device == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "kernel_lock": run.kernel_lock,
-        "memory_predicted_gib": predicted_gib(run),
-    }
 
 
 def opening(run: Run, machine: Machine) -> list[str]:

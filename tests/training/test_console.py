@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from longctx.config.data_config import DataConfig
 from longctx.config.train_config import TrainConfig
 from longctx.model import GPTConfig
 from longctx.parallel.mesh import Parallel
@@ -44,7 +45,8 @@ def run(folder: Path) -> Path:
 
 def test_the_closing_table_says_what_to_type_next(tmp_path):
     folder = run(tmp_path / "r[b]")
-    text = "\n".join(closing_lines(folder, {"flash": "triton-portable"}, finished=True, steps=9))
+    ended = replace(sample_run(TrainConfig()), folder=folder)
+    text = "\n".join(closing_lines(ended, {"flash": "triton-portable"}, finished=True, steps=9))
     for part in (
         "8,000.00 → 150.00",
         "9.0000 → 6.0000",
@@ -55,12 +57,12 @@ def test_the_closing_table_says_what_to_type_next(tmp_path):
         f"{typed_command()} eval '{folder}'",
     ):
         assert part in text
-    stopped = "\n".join(closing_lines(folder, {}, finished=False, steps=12, chat=True))
+    config = TrainConfig(data=DataConfig(chat=True), plugins=["my.py"])
+    stopped = "\n".join(closing_lines(replace(ended, config=config), {}, finished=False, steps=12))
     assert ["steps", "12"] in [line.split() for line in stopped.splitlines()]
     assert "max_steps" not in stopped and "810" not in stopped  # tokens after step 9
     assert f"chat '{folder}'" in stopped
-    own = "\n".join(closing_lines(folder, {}, True, steps=9, plugins="plugins=[my.py]"))
-    assert own.count(f"'{folder}' 'plugins=[my.py]'") == 3
+    assert stopped.count(f"'{folder}' 'plugins=[my.py]'") == 3
 
 
 def test_a_sweep_shows_the_overrides_that_differ(tmp_path):
