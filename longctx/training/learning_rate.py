@@ -20,14 +20,12 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from longctx.config.doors import SCHEDULES, ScheduleTraits
+from longctx.config.train_config import TrainConfig
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.step import Workload
-
-if TYPE_CHECKING:
-    from longctx.config.train_config import TrainConfig
 
 __all__ = ["Schedule", "ScheduleTraits", "register", "schedule_of"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import resource
 import sys
 
@@ -75,16 +74,6 @@ def resident() -> float:
             return float(file.read().split()[1]) * resource.getpagesize()
     except OSError:
         return measured(torch.device("cpu"))["process_peak_gib"] * GIB
-
-
-def freeze_garbage() -> None:
-    """Leave libraries and compiled code, which live after the first step, out of later collections.
-
-    A full collection looks through all of torch for 0.2 to 0.4 s, on each rank at another step, and
-    all other ranks wait for it.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def free(device: str) -> None:

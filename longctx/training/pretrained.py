@@ -28,8 +28,6 @@ from longctx.untrusted import opened
 SOME_LENGTH = 4096  # tokens of seq_len=max, for choices that are made before the length is known
 BALANCE = "model.experts.balance"
 OPEN_KEYS = ("model.vocab_size", BALANCE)  # the weights leave them open
-# Copied to the run next to the tokenizer, for exports
-KEPT_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
 @dataclass(frozen=True)
@@ -152,12 +150,12 @@ def texts_for_export(data: Data, weights: Path | None) -> dict[str, str]:
     template = chat.template_in(settings)
     if template is not None:
         texts["chat_template.jinja"] = template
-    # A tokenizer in a folder of its own has no stop tokens there
-    for name in KEPT_FILES[1:] if own is not None else KEPT_FILES[1:2]:
-        is_template = name == "chat_template.jinja"
-        there = source if is_template or own is None or os.path.lexists(source / name) else own
-        if os.path.lexists(there / name):
-            texts[name] = untrusted.read_text(there / name, within=there)
+    paths = [source / "chat_template.jinja"]
+    if own is not None:
+        # A tokenizer in a folder of its own has no stop tokens there
+        paths += [own / "generation_config.json", source / "generation_config.json"]
+    for path in filter(os.path.lexists, paths):
+        texts[path.name] = untrusted.read_text(path, within=path.parent)
     named = {name: token for name, token in chat.tokens_in(settings).items() if token}
     written = named | json.loads(texts["tokenizer_config.json"])
     return texts | {"tokenizer_config.json": json.dumps(written, indent=2) + "\n"}

@@ -74,14 +74,11 @@ def newest_intact(folder: Path) -> tuple[Path, dict[str, Any], dict[Path, str]]:
     one; ValueError if there is none.
     """
     damaged: dict[Path, str] = {}
-    paths = run_folder.checkpoints(folder)
-    for path in reversed(paths):
+    for path in reversed(run_folder.checkpoints(folder)):
         try:
             checkpoints.verify(path)
             return path, checkpoints.read(path), damaged
         except checkpoints.Damaged as error:
-            if len(paths) == 1:
-                raise
             damaged[path] = error.what
     listed = "; ".join(f"{path.name}: {what}" for path, what in damaged.items())
     raise ValueError(f"resume={folder}: none of its checkpoints is intact ({listed})")
