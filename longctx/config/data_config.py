@@ -52,17 +52,15 @@ class DataConfig(Group):
     packing: bool = key(True)
     tokenizer: str | None = key(None, "tokenizer.json or HF folder; null: a new BPE of these")
     replace_tokenizer: bool = key(False, needs="tokenizer")
-    vocab_size: int = key(16384, "of the tokenizer trained here")
+    vocab_size: int = key(16384, "of the tokenizer trained here", between=(257, 2**20))
     val_fraction: float | None = key(None, between=(0, 0.99))
     cache: str | None = key(None, compared=False)
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for a key that is wrong for every source; read nothing."""
+        """Raise ValueError for paths of another type, whatever the source; read nothing."""
         self.paths()
         self.data_files()
-        if self.tokenizer is None and not 257 <= self.vocab_size <= 2**20:
-            remedy = "give from 257 tokens (all bytes and an end) to 1,048,576"
-            yield f"data.vocab_size={self.vocab_size}: cannot be trained; {remedy}"
+        return super().problems()
 
     def paths(self) -> list[str]:
         """Return `path` as a list of strings."""

@@ -175,13 +175,13 @@ class ContextConfig:
         """
         degrees = [self.degree] if isinstance(self.degree, int) else divisors(devices)
         choices = [replace(self, degree=1)] if 1 in degrees else []
-        for degree in degrees:
-            methods = {"ulysses": heads % degree == 0, "allgather": takes_intervals}
-            choices += [
-                replace(self, degree=degree, method=name)
-                for name, possible in methods.items()
-                if possible and degree > 1 and self.method in ("auto", name)
-            ]
+        choices += [
+            replace(self, degree=degree, method=name)
+            for degree in degrees
+            for name in ("ulysses", "allgather")
+            if degree > 1 and self.method in ("auto", name)
+            if (heads % degree == 0 if name == "ulysses" else takes_intervals)
+        ]
         return choices or [self]
 
 

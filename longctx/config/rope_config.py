@@ -77,12 +77,10 @@ def check_scaling(
         elif name == "truncate":
             is_right = isinstance(value, bool)
             expected = "true or false"
-        elif name.startswith("mscale"):
-            is_right = is_number(value)
-            expected = "a number"
         else:
-            is_right = is_number(value) and value > 0
-            expected = "a number above 0"
+            bound = "" if name.startswith("mscale") else " above 0"
+            is_right = is_number(value) and (not bound or value > 0)
+            expected = f"a number{bound}"
         if value is not None and not is_right:
             raise ValueError(f"{prefix}.{name}={str(value)[:60]} must be {expected}")
     if rope_type == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:

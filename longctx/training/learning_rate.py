@@ -44,13 +44,6 @@ class Schedule(NamedTuple):
     warmup_steps: int
     keys: Mapping[str, Any]
 
-    @classmethod
-    def of_saved(cls, settings: Mapping[str, Any]) -> Schedule:
-        """Return the schedule in the settings of a run, which have no nulls."""
-        name = settings["lr_schedule"]
-        keys = {key: settings[key] for key in SCHEDULES[name].keys}
-        return cls(name, settings["lr"], settings["max_steps"], settings["warmup_steps"], keys)
-
     def rate(self, step: int) -> float:
         """Return the rate of step `step`, counted from 0."""
         if step < self.warmup_steps:

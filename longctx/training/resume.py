@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from longctx.config.fields import build
+from longctx.config.train_config import TrainConfig
 from longctx.model import saved_weights
 from longctx.runs import checkpoints, run_folder
 from longctx.training import optimizers
-from longctx.training.learning_rate import Schedule
+from longctx.training.learning_rate import schedule_of
 from longctx.training.run import Run
 from longctx.untrusted import opened
 
@@ -54,7 +56,7 @@ def continued(run: Run) -> Run:
                 f"resume={folder}: the run has done its {steps_done:,} steps; to go on, give a "
                 "larger max_steps="
             )
-        before = Schedule.of_saved(about["config"])
+        before = schedule_of(build(TrainConfig, about["config"]), workload)
         rate_note = run.schedule.change(before, steps_done, f"resume={folder}")
     return replace(
         run,
