@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.report import machine, write_json
 from benchmarks.timing import medians, samples, spread
-from longctx.config.fields import key
+from longctx.config.fields import Group, key
 from longctx.tables import grid
 
 Row = dict[str, Any]
@@ -46,7 +46,7 @@ BYTES_PER_TOKEN = 4  # of the embedded corpus, about
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Group):
     """What to measure; `row_tokens` is batch × length up to that length, one row above it."""
 
     lengths: tuple[int, ...] = key((1024, 4096, 16384, 65536), "tokens in a row")

@@ -33,7 +33,7 @@ from benchmarks.processes import ROOT, in_child
 from benchmarks.report import machine, write_json
 from benchmarks.words import check_unused
 from longctx import files
-from longctx.config.fields import key
+from longctx.config.fields import Group, key
 from longctx.planner import fitting, overview, step_time
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB
@@ -100,7 +100,7 @@ many times as fast as torch's FlashAttention-2:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Group):
     """What to do; keys of train.py may follow and hold for the steps of measure=true."""
 
     measure: bool = key(False, "measure this card")

@@ -19,7 +19,7 @@ from benchmarks.points import Row, decided, expected, point, this_gpu, training_
 from benchmarks.report import machine, write_json
 from benchmarks.words import check_unused
 from longctx.attention.description import DESCRIPTIONS
-from longctx.config.fields import key
+from longctx.config.fields import Group, key
 from longctx.planner.overview import longest_step
 from longctx.spec.hardware import GIB
 from longctx.tables import grid
@@ -38,7 +38,7 @@ SHOWN += ("mfu", "failed")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Group):
     """What to measure; keys of train.py may follow, such as model=1b."""
 
     backends: tuple[str, ...] = key(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.points import this_gpu, training_run
 from benchmarks.report import machine, write_json
 from benchmarks.words import check_unused
-from longctx.config.fields import key
+from longctx.config.fields import Group, key
 from longctx.spec.model_config import GPTConfig
 from longctx.tables import grid
 
@@ -33,7 +33,7 @@ SHOWN += ("ms_per_token", "tokens_per_second", "gb_per_token", "of_bandwidth", "
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Group):
     """What to measure; keys of train.py may follow, such as model=1b."""
 
     prompts: tuple[int, ...] = key((1024, 16384, 131072), "tokens of a prompt")

@@ -33,7 +33,7 @@ import longctx
 from benchmarks import real_weights
 from benchmarks.report import machine, save_figure, short, write_json
 from longctx import cli, files
-from longctx.config.fields import key
+from longctx.config.fields import Group, key
 from longctx.data import DataConfig, Tokenizer, load
 from longctx.evaluation import passkey
 from longctx.evaluation.score import Scorer
@@ -54,7 +54,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Options:
+class Options(Group):
     """What `python -m benchmarks extension` takes."""
 
     init: str = key("", "a Hugging Face folder or owner/name with a chat template; else SmolLM2")

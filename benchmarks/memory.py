@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from benchmarks.points import Row, off, point, training_run
 from benchmarks.report import machine, write_json
 from benchmarks.words import check_unused
-from longctx.config.fields import key
+from longctx.config.fields import Group, key
 from longctx.planner.peak_memory import predict
 from longctx.spec.hardware import GIB
 from longctx.tables import grid
@@ -48,7 +48,7 @@ SHOWN += ("measured_gib", "off", "moment", "failed")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Group):
     """Every combination of these, then LoRA's; keys of train.py may follow and hold for all."""
 
     models: tuple[str, ...] = key(("124m", "1b"), "presets")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.shapes import reference, settings_of
 from longctx import files
-from longctx.config.fields import key
+from longctx.config.fields import Group, key
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ LARGEST = 30_000_000  # weights of a small model
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Group):
     """What to try."""
 
     kinds: tuple[str, ...] = key((), "model_types to print; none: all, into docs/models.md")

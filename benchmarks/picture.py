@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from benchmarks.points import training_run
 from benchmarks.processes import ROOT
 from benchmarks.report import save_figure, short
-from longctx.config.fields import key
+from longctx.config.fields import Group, key
 from longctx.planner import fitting
 from longctx.planner.overview import longest_step
 from longctx.spec import hardware
@@ -28,7 +28,7 @@ COLORS = {"naive": "tab:red", "sdpa": "tab:orange", "flash": "tab:green"}
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Group):
     """Where to draw."""
 
     reach: str = key("results/reach.png", "the context that each attention allows")

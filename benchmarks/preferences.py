@@ -21,7 +21,7 @@ from benchmarks.points import Row, capped, emptied, point, training_run
 from benchmarks.report import machine, write_json
 from benchmarks.shapes import SHAPES
 from longctx.config.doors import ObjectiveConfig
-from longctx.config.fields import key
+from longctx.config.fields import Group, key
 from longctx.planner import fitting
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB
@@ -34,7 +34,7 @@ TINY |= {"num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 7}
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Group):
     """What to measure. Lengths are tokens of a side; a pair has two."""
 
     parts: tuple[str, ...] = key(NAMES, "in this order; see the module", choices=NAMES)

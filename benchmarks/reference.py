@@ -58,7 +58,7 @@ Written by `python -m benchmarks reference`, which asks the checks that a run as
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(fields.Group):
     """No keys."""
 
 

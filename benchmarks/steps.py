@@ -30,7 +30,7 @@ from benchmarks.report import machine, write_json
 from benchmarks.shapes import SHAPES
 from benchmarks.words import check_unused
 from longctx import files
-from longctx.config.fields import key
+from longctx.config.fields import Group, key
 from longctx.runs import metrics_file
 from longctx.tables import grid
 
@@ -62,7 +62,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Group):
     """Whom to measure, and where; keys of train.py may follow, such as model=1b or lora.rank=16."""
 
     peers: tuple[str, ...] = key((), "at every length; none: all", choices=(*OURS, *OTHERS))

@@ -30,7 +30,7 @@ from torch import Tensor
 from benchmarks.timing import medians
 from longctx import files
 from longctx.cli.options import SIZES
-from longctx.config.fields import key
+from longctx.config.fields import Group, key
 from longctx.kernels import flash_op, launch, machine, selftest
 from longctx.kernels.attention import Intervals, Saved, Scores, hopper_size
 from longctx.kernels.attention.launch import Launch
@@ -41,7 +41,7 @@ HANGS = 180  # seconds after which a candidate is taken for one that never ends
 
 
 @dataclass
-class Options:
+class Options(Group):
     """Which launch configurations to measure."""
 
     kernels: tuple[str, ...] = key(

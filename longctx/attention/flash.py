@@ -5,10 +5,6 @@ Triton on a GPU, tiles in torch on a CPU; the kernels are in longctx/kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -17,13 +13,7 @@ from longctx.attention.mask import Mask
 from longctx.attention.registry import AttentionRequest, Backend, Gradients, register
 from longctx.kernels import HAS_TRITON
 from longctx.kernels.attention import IMPLEMENTATIONS, Intervals, Saved, Scores, launch
-from longctx.kernels.attention.flash_op import (
-    flash_backward,
-    forward_for,
-    implementation,
-    runs,
-    trusted,
-)
+from longctx.kernels.attention.flash_op import flash_backward, forward_for, implementation, runs
 
 
 class Flash(Backend):
@@ -91,13 +81,6 @@ class Flash(Backend):
 
     def kernels_change_at(self, q: Tensor, length: int) -> int:
         return launch.longest_bucket(launch.PORTABLE, q, length) if q.is_cuda else 0
-
-    def compile_tasks(
-        self, q: Tensor, k: Tensor, options: Mapping[str, Any]
-    ) -> list[Callable[[], object]]:
-        # their self-tests compile them
-        chosen = implementation(q.device, q.dtype, q.shape[3], options.get("kernel", "auto"))
-        return [partial(trusted, part, chosen, q, k) for part in ("forward", "backward")]
 
 
 register("flash", Flash())

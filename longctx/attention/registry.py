@@ -15,7 +15,7 @@ import pkgutil
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -109,12 +109,6 @@ class Backend(ABC):
     def kernels_change_at(self, q: Tensor, length: int) -> int:
         """Return the shortest length with the kernels of `length` keys, for tensors like q."""
         return 0
-
-    def compile_tasks(
-        self, q: Tensor, k: Tensor, options: Mapping[str, Any]
-    ) -> list[Callable[[], object]]:
-        """Return functions that compile the kernels for tensors like q and k, in any order."""
-        return []
 
 
 _backends: dict[str, Backend] = {}

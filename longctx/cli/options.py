@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from longctx.config.fields import PLUGINS, key
+from longctx.config.fields import PLUGINS, Group, key
 
 SIZES = (1, 2**24)  # of tokens and of a head
 PRICE = "of an hour of one GPU, in any currency, to tell the cost; null: none"
@@ -16,7 +16,7 @@ PRICES = (1e-6, 1e6)
 
 
 @dataclass
-class DataOptions:
+class DataOptions(Group):
     """Describe a data set: documents, tokens, lengths, packing.
 
     longctx data seq_len=16384
@@ -26,7 +26,7 @@ class DataOptions:
 
 
 @dataclass
-class CompareOptions:
+class CompareOptions(Group):
     """Compare runs: their keys, their results, their curves.
 
     longctx compare runs/*
@@ -42,7 +42,7 @@ class CompareOptions:
 
 
 @dataclass
-class ConvertOptions:
+class ConvertOptions(Group):
     """Print the recipe of axolotl or another project as ours.
 
     longctx convert axolotl.yaml > mine.yaml
@@ -54,7 +54,7 @@ class ConvertOptions:
 
 
 @dataclass
-class ResumeOptions:
+class ResumeOptions(Group):
     """Continue a stopped run, or train it for more steps.
 
     longctx resume runs/NAME
@@ -65,7 +65,7 @@ class ResumeOptions:
 
 
 @dataclass
-class DashboardOptions:
+class DashboardOptions(Group):
     """Make a workspace at wandb for the runs of a project.
 
     longctx dashboard project=longctx
@@ -77,7 +77,7 @@ class DashboardOptions:
 
 
 @dataclass
-class ExportOptions:
+class ExportOptions(Group):
     """Write a trained model as a Hugging Face folder.
 
     longctx export runs/NAME out/

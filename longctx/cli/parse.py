@@ -21,17 +21,7 @@ import yaml
 from longctx import hub_snapshot, plugins, untrusted
 from longctx.config import other_names, presets
 from longctx.config.eval_config import EvalConfig
-from longctx.config.fields import (
-    Key,
-    build,
-    check,
-    closest,
-    keys,
-    refuse_all,
-    shown,
-    typed,
-    unknown,
-)
+from longctx.config.fields import Key, build, closest, keys, refuse_all, shown, typed, unknown
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.data.sources.registry import check as check_data
@@ -86,7 +76,7 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
 def filled(schema: type, values: Mapping[str, Any], given: Mapping[str, Any]) -> Request[Any]:
     """Return the checked configuration of the nested `values`, of which some keys are `given`."""
     config = build(schema, values)
-    check(config)
+    config.validate()
     overrides = {presets.GROUP_OF.get(name, name): shown(value) for name, value in given.items()}
     return Request(config, {}, overrides)
 

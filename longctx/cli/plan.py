@@ -11,7 +11,7 @@ from longctx.attention.description import AUTO, DESCRIPTIONS, AttentionConfig
 from longctx.cli.options import PRICE, PRICES
 from longctx.cli.parse import compose
 from longctx.config import presets
-from longctx.config.fields import key, positive
+from longctx.config.fields import Group, key, positive
 from longctx.config.presets import Request, with_model
 from longctx.config.train_config import TrainConfig
 from longctx.runs import run_folder
@@ -23,7 +23,7 @@ BACKENDS = ("naive", "sdpa", "flash")  # that are compared, unless attention= na
 
 
 @dataclass
-class PlanOptions:
+class PlanOptions(Group):
     """Predict memory, time and the longest context that fits.
 
     longctx plan model=1b seq_len=262144

@@ -1,7 +1,7 @@
 """How a key is declared, and how plain values become a configuration.
 
 Default, meaning, type, range and choices are in the class of the field. `build` gives every value
-its type, whether it comes from a command line, a file or a run; `check` holds it to its range. No
+its type, whether it comes from a command line, a file or a run; `Group` holds it to its range. No
 torch here: the command line answers `--help` and mistakes before torch is imported.
 """
 
@@ -285,20 +285,15 @@ class Group:
     prefix: ClassVar[str] = ""  # of its keys on the command line, such as "model."
 
     def validate(self) -> None:
-        """Raise ValueError for keys that cannot be right, on any machine."""
-        check(self, self.prefix)
+        """Raise ValueError with a line for each key outside its declared range or choices, else for
+        the first keys that contradict each other. None is always in range.
+        """
+        refuse_all(_outside(self, self.prefix))
+        refuse_first(_contradictions(self))
 
     def problems(self) -> Iterator[str]:
         """Yield a message for keys that contradict each other; the first one is raised."""
         return iter(())
-
-
-def check(config: Any, prefix: str = "") -> None:
-    """Raise ValueError with a line for each key of `config` outside its declared range or choices,
-    else for the first keys that contradict each other. None is always in range.
-    """
-    refuse_all(_outside(config, prefix))
-    refuse_first(_contradictions(config))
 
 
 def _contradictions(config: Any) -> Iterator[str]:

@@ -27,13 +27,6 @@ MEMBERS = {
 }
 
 
-def loads_in_threads() -> bool:
-    """Return False for Triton 3.6: the launchers of all its kernels have one name, so threads that
-    load kernels could take each other's.
-    """
-    return not (HAS_TRITON and version("triton").startswith("3.6."))
-
-
 @functools.cache
 def warn_of_triton() -> None:
     """Print a line, once, if the installed Triton is none that has compiled every kernel."""

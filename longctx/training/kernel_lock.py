@@ -86,6 +86,10 @@ def locked(run: Run) -> Run:
     if run.config.kernel.lock == "off" or run.config.dry_run:
         return replace(run, kernel_lock=None)
     old, now = run.kernel_lock, of_workload(run.workload)
+    if run.workload.device == "cuda":
+        # The run must not find the memory of self-tests reserved, nor their peak
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     run = replace(run, kernel_lock=now)
     if run.checkpoint is None:
         return run

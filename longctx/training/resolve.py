@@ -22,7 +22,7 @@ from longctx.data import load, open_tokenizer
 from longctx.model.context_extension import extended
 from longctx.runs import run_folder
 from longctx.spec.hardware import Machine
-from longctx.training import compile_ahead, dry_run, kernel_lock, pretrained, resume
+from longctx.training import dry_run, kernel_lock, pretrained, resume
 from longctx.training.asked_step import step_of
 from longctx.training.callbacks import CALLBACKS
 from longctx.training.model_choice import choose_model
@@ -57,15 +57,12 @@ def resolve(
         model, rope = extended(choice.model, config.rope, step.seq_len)
         choice = replace(choice, rope=rope)
         step = replace(step, model=replace(model, vocab_size=step.model.vocab_size))
-    # Kernels compile while documents are read
-    wait_for_compilers = compile_ahead.begin(step)
     data = load(choice.data, step.seq_len)
     if not len(data.train):
         raise ValueError(
             f"data={config.data.source}: no document is left to train on; "
             f"data.val_fraction={config.data.val_fraction}"
         )
-    wait_for_compilers()
 
     run = scheduled(replace(config, attention=step.attention), step)
     run.schedule.check(config)

@@ -9,7 +9,7 @@ import yaml
 from longctx import cli
 from longctx.config import presets
 from longctx.config.eval_config import EvalConfig, GenerateConfig
-from longctx.config.fields import build, check, declared_as, key, keys
+from longctx.config.fields import Group, build, declared_as, key, keys
 from longctx.config.layout_config import ContextConfig, MemoryConfig
 from longctx.config.other_names import NAMES, NOTES, OF_OTHERS, VALUES
 from longctx.config.train_config import TrainConfig
@@ -19,7 +19,7 @@ SCHEMAS = [keys(schema) for schema in (TrainConfig, EvalConfig, GenerateConfig)]
 
 
 @dataclasses.dataclass
-class Declared:
+class Declared(Group):
     share: float = key(0.5, "a share", between=(0, 0.99))
     norm: float | None = key(None, "a norm")
     sizes: list[int] = key([4], "sizes", between=(1, 8))
@@ -34,7 +34,7 @@ class Declared:
 )
 def test_a_value_outside_its_declaration_is_refused(values, message):
     with pytest.raises(ValueError, match=message):
-        check(build(Declared, values))
+        build(Declared, values).validate()
 
 
 @pytest.mark.parametrize(
