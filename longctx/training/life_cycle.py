@@ -47,13 +47,13 @@ def train(request: Request[TrainConfig], processes: Launched) -> int:
     machine = this_machine()
     # torchrun and srun decide the number of processes; devices= may be left out
     request = request._replace(config=replace(request.config, devices=processes.ranks))
-    if request.config.dry_run:
-        if number_here() == 0:
-            print(*opening(resolve(request, machine), machine), sep="\n")
-        return 0
-    parallel = parallel_of(request.config, machine, processes)
-    with system.caught() as stop:
-        return LifeCycle(parallel, stop).live(request, machine)
+    if not request.config.dry_run:
+        parallel = parallel_of(request.config, machine, processes)
+        with system.caught() as stop:
+            return LifeCycle(parallel, stop).live(request, machine)
+    if number_here() == 0:
+        print(*opening(resolve(request, machine), machine), sep="\n")
+    return 0
 
 
 class LifeCycle:
