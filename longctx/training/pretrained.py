@@ -67,7 +67,7 @@ def model_of(config: TrainConfig, device: str, overrides: Mapping[str, str]) -> 
             )
     # A checkpoint is in the folder `checkpoints` of its run
     named = folder.parent.parent if folder.suffix == ".ckpt" else folder
-    name = named.name.lstrip(".-") or "model" if from_hub is None else from_hub.name
+    name = named.name.lstrip(".-") or "model" if from_hub is None else Path(from_hub.repo).name
     source = f"weights of {config.init if from_hub is None else init}"
     vocab_size = config.model.vocab_size if "model.vocab_size" in overrides else None
     if run_folder.is_run(folder):
