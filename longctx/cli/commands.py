@@ -272,8 +272,7 @@ def checked_jobs(arguments: Iterable[str]) -> list[list[str]]:
         check_paths(config)
         # The command line wins over a file that names the model
         if config.init != given:
-            rest = [text for text in job if not text.startswith("init=")]
-            job[:] = [f"init={config.init}", *rest]
+            job[:] = [f"init={config.init}", *(x for x in job if not x.startswith("init="))]
     return sweep_jobs
 
 
@@ -291,8 +290,7 @@ def found(model: str, key: str) -> tuple[str, Path | None]:
     """Return `model`, given as `key`, if it is of the Hub with its commit; and the checkpoint if it
     is a run's. ValueError or OSError if it is no run, checkpoint or Hugging Face folder.
     """
-    if model.startswith("~"):
-        model = str(Path(model).expanduser())
+    model = str(Path(model).expanduser()) if model.startswith("~") else model
     # Other ranks take the model of rank 0
     if number_here() == 0:
         model = pinned(model, key)

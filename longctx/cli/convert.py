@@ -51,8 +51,8 @@ def convert(file: Path) -> None:
             ours |= {} if value in (None, [], {}) else _converted(name, value, theirs)
         except ValueError as error:
             print(error, file=sys.stderr)
-    header = f"# From {file.name}. Try it: python train.py THIS_FILE dry_run=true\n"
-    sys.stdout.write(header + yaml.safe_dump(ours, sort_keys=False, allow_unicode=True))
+    print(f"# From {file.name}. Try it: python train.py THIS_FILE dry_run=true")
+    yaml.safe_dump(ours, sys.stdout, sort_keys=False, allow_unicode=True)
 
 
 def _converted(name: str, value: Any, theirs: Mapping[str, Any]) -> Values:

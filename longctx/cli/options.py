@@ -68,7 +68,7 @@ class ResumeOptions(Group):
 class DashboardOptions(Group):
     """Make a workspace at wandb for the runs of a project.
 
-    longctx dashboard project=longctx
+    longctx dashboard project=longctx    # after pip install wandb-workspaces
     """
 
     project: str = key("", "the project at wandb, such as longctx", positional=True)

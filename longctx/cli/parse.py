@@ -21,7 +21,17 @@ import yaml
 from longctx import hub_snapshot, plugins, untrusted
 from longctx.config import other_names, presets
 from longctx.config.eval_config import EvalConfig
-from longctx.config.fields import Key, build, closest, keys, refuse_all, shown, typed, unknown
+from longctx.config.fields import (
+    Key,
+    build,
+    closest,
+    declared_as,
+    keys,
+    refuse_all,
+    shown,
+    typed,
+    unknown,
+)
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.data.sources.registry import check as check_data
@@ -87,8 +97,7 @@ def from_file(path: Path, given: Mapping[str, Any]) -> Request[TrainConfig]:
     plugins.check_named(values.pop("plugins", None), given.get("plugins"), path)
     with untrusted.named(path):
         filled(TrainConfig, values, {})
-    known = keys(TrainConfig)
-    values |= {name: {} if known[name].is_group else None for name in replaced(given)}
+    values |= {x: {} if keys(TrainConfig)[x].is_group else None for x in replaced(given)}
     assign(values, given)
     return filled(TrainConfig, values, given)
 
@@ -97,9 +106,7 @@ def from_file(path: Path, given: Mapping[str, Any]) -> Request[TrainConfig]:
 
 
 def is_path(schema: type, argument: str) -> bool:
-    """Return True for a path without a key, if `schema` takes one; it may hold a "=" too, as
-    runs/lr=1 does.
-    """
+    """Return True for a path that `schema` takes without a key; it may hold a "=", as runs/lr=1."""
     name, equals, _ = argument.partition("=")
     is_key = equals and (name in keys(schema) or not ("/" in name or os.path.lexists(argument)))
     return bool(positional(schema)) and not is_key and not argument.startswith("-")
@@ -126,8 +133,7 @@ def positional(schema: type) -> list[str]:
 
 def split_own(schema: type, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separate the arguments of `schema` from those of train."""
-    known = keys(schema)
-    own = [x for x in arguments if x.partition("=")[0] in known or is_path(schema, x)]
+    own = [x for x in arguments if x.partition("=")[0] in keys(schema) or is_path(schema, x)]
     return own, [x for x in arguments if x not in own]
 
 
@@ -141,7 +147,7 @@ def jobs(arguments: Iterable[str]) -> list[list[str]]:
     choices = []
     for argument in arguments:
         name, equals, text = argument.partition("=")
-        values = alternatives(keys(TrainConfig).get(name), text)
+        values = alternatives(declared_as(TrainConfig, name), text)
         if len(values) > 1 and "" in values:
             raise ValueError(f"{argument}: a value between commas is missing")
         choices.append([f"{name}{equals}{value}" for value in values])
@@ -176,9 +182,9 @@ def given_values(schema: type, arguments: Iterable[str]) -> dict[str, Any]:
     full_names = full_keys(schema, [name for name, _ in texts])
     for name, text in texts:
         full = full_names[name]
-        declared = known.get(full)
+        declared = declared_as(schema, full)
         value, several = value_of(text, declared), alternatives(declared, text)
-        if schema is not TrainConfig and declared is not None and declared.is_list:
+        if schema is not TrainConfig and declared.is_list:
             # Brackets may be left out
             value = value if value is None or text[0] == "[" else several
         elif len(several) > 1:
@@ -210,19 +216,18 @@ def full_keys(schema: type, names: Iterable[str]) -> dict[str, str]:
     """
     known = keys(schema)
     short = {key.rpartition(".")[0]: key for key, declared in known.items() if declared.short}
-    is_open = tuple(f"{name}." for name, declared in known.items() if declared.is_open)
     full_names = {name: short.get(name, name) for name in names}
     refuse_all(
         unknown(name, known)
         for name, full in full_names.items()
-        if full not in known and not full.startswith(is_open)
+        if full not in known and not declared_as(schema, full).is_open
     )
     return full_names
 
 
-def alternatives(declared: Key | None, text: str) -> list[str]:
+def alternatives(declared: Key, text: str) -> list[str]:
     """Split a value at its commas, other than those in quotes or brackets."""
-    if declared is not None and declared.literal:
+    if declared.literal:
         return [text]
     parts, depth = [""], 0
     for token in TOKEN.findall(text):
@@ -234,13 +239,13 @@ def alternatives(declared: Key | None, text: str) -> list[str]:
     return parts
 
 
-def value_of(text: str, declared: Key | None) -> Any:
+def value_of(text: str, declared: Key) -> Any:
     """Return the value that is typed as `text`: null, true, false, a number, a list or dictionary
     in YAML, or the text itself.
     """
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    takes_text = declared is not None and declared.type in (str, Path) and not is_quoted
-    if takes_text or (declared is not None and (declared.is_group or declared.literal)):
+    takes_text = declared.type in (str, Path) and not is_quoted
+    if takes_text or declared.is_group or declared.literal:
         return None if text.lower() == "null" else text
     if text.lower() in CONSTANTS:
         return CONSTANTS[text.lower()]
@@ -249,7 +254,7 @@ def value_of(text: str, declared: Key | None) -> Any:
             return number(text)
     if is_quoted or text[0] in "[{":
         # Declared items get their type later: BaseLoader makes text of all, such as of no and 1e-3
-        loader: Any = untrusted.Loader if declared is None or declared.is_open else yaml.BaseLoader
+        loader: Any = untrusted.Loader if declared.is_open else yaml.BaseLoader
         with suppress(yaml.YAMLError, *untrusted.WRONG_VALUE):
             return yaml.load(text, loader)
     return text

@@ -77,9 +77,8 @@ def plan(
     with libraries() if not model.has_kernels else nullcontext():
         model.prove("cpu", "fp32", step.seq_len, config.data.packing)
         measured = model.measured(step, print)
-    place = machine(options, config.devices)
-    backend, per_machine = config.attention.backend, options.gpus_per_machine
-    overview.run(requests, backend, *place, per_machine, options.price, measured)
+    place, backend = machine(options, config.devices), config.attention.backend
+    overview.run(requests, backend, *place, options.gpus_per_machine, options.price, measured)
 
 
 def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:

@@ -79,11 +79,6 @@ def read_all(paths: Sequence[Path], price: float | None) -> tuple[list[RunRecord
             problems.append(problem)
     if not runs:
         raise problems[0]
-    # Runs in different folders can have the same name
-    names = [run.label for run in runs]
-    for run in runs:
-        if names.count(run.label) > 1:
-            run.label = str(run.folder)
     notes = [note for run in runs for note in run.notes] + incomparable(runs)
     return runs, [*notes, *(f"left out: {problem}" for problem in problems)]
 
@@ -100,7 +95,7 @@ def table_of(runs: list[RunRecord], price: float | None) -> Table:
 def cells_of(run: RunRecord, keys: list[str], price: float | None) -> dict[str, str]:
     """Return heading → text of a run, with its values of `keys`."""
     figures, trained = run.figures, run.config["seq_len"]
-    cells = {"run": run.label} | {key: configured(run, key) for key in keys}
+    cells = {"run": str(run.folder)} | {key: configured(run, key) for key in keys}
     for metric in shown(Shown.COMPARE):
         if metric.key in figures:
             cells[metric.heading] = metric.format(figures[metric.key])
@@ -162,13 +157,9 @@ def incomparable(runs: list[RunRecord]) -> list[str]:
     # The same keys may name other files; a run without a checkpoint does not know its own
     if len({run.documents for run in runs if run.documents}) > 1:
         keys.add("the documents themselves")
-    if not keys:
-        return []
-    return [
-        "losses cannot be compared: they are of other documents, tokens or objectives "
-        f"({', '.join(sorted(keys))} differ); across tokenizers "
-        "compare the bits per byte of eval.py on the same documents"
-    ]
+    note = f"losses cannot be compared: {', '.join(sorted(keys))} differ; "
+    note += "across tokenizers compare the bits per byte of eval.py on the same documents"
+    return [note] if keys else []
 
 
 def documents_of(run: RunRecord) -> dict[str, Any]:
@@ -192,7 +183,7 @@ def csv_of(runs: list[RunRecord]) -> str:
     always = ("attention.backend", "lock.kernel", "lock.fingerprint", "seq_len")
     keys = dict.fromkeys([*always, *differing(runs)])
     records = [
-        {"run": run.label, "folder": str(run.folder), "ended": run.ended, **run.figures}
+        {"run": str(run.folder), "ended": run.ended, **run.figures}
         | {f"config.{key}": configured(run, key) for key in keys}
         for run in runs
     ]
@@ -224,7 +215,7 @@ def headings(view: Shown) -> dict[str, str]:
 def described(run: RunRecord) -> dict[str, Any]:
     """Return the data that the page draws of a run."""
     return {
-        "label": run.label,
+        "label": str(run.folder),
         "backend": str(run.config.get("attention.backend", "")),
         "seq_len": run.config["seq_len"],
         "figures": {

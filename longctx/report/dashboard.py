@@ -6,7 +6,6 @@ PANELS gives it, or else in the last one, so a new metric needs no line here.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
@@ -33,11 +32,9 @@ def dashboard(project: str, entity: str | None = None, name: str = "longctx") ->
     """Create the workspace and print its address; ValueError, one line, if wandb-workspaces or an
     API key is missing, or the server refuses.
     """
-    if find_spec("wandb_workspaces") is None:
-        raise ValueError("dashboard: pip install wandb-workspaces")
     import wandb
 
-    # wandb's own errors, the network's
+    # Also wandb's own errors, the network's, and a missing package
     problem = "wandb did not take the workspace: {}"
     with untrusted.named(f"project={project}", problem, (Exception,)):
         if not wandb.login(prompt=False):

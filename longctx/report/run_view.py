@@ -20,10 +20,9 @@ from longctx.runs.metrics_file import read_records
 from longctx.runs.run_folder import checkpoints, flat, is_training, read_config
 
 POINTS = 500  # in a curve: about as many as a chart is wide
-# A curve: "t" tokens seen, "s" seconds of training, "y" values; if records were joined, also "lo"
-# and "hi" next to the mean "y".
-Curve = dict[str, list[float]]
-Line = dict[str, list[float]]  # points to draw: "x", such as tokens before, and "y", the losses
+# Of a curve: "t" tokens seen, "s" seconds of training, "y" values; if records were joined, also
+# "lo" and "hi" next to the mean "y". Of other points: "x", such as tokens before, and "y", losses.
+Line = dict[str, list[float]]
 
 
 class RunRecord:
@@ -35,21 +34,21 @@ class RunRecord:
     """
 
     def __init__(self, folder: Path, price: float | None = None) -> None:
-        self.folder, self.label = folder, folder.resolve().name
+        self.folder = folder
         self.config = read_config(folder) | kernel_lock(folder)
         # Before the records are read: a run that ends in between has written all of them.
         training = is_training(folder)
         records, cut = read_records(folder)
         if not records:
-            raise ValueError(
-                f"{folder}: no metrics yet; wait for the first line of metrics.jsonl, or start the "
-                "run again"
-            )
+            raise ValueError(f"{folder}: metrics.jsonl is empty; wait, or start the run again")
         # Remarks for the reader
         self.notes = [f"{folder}: left out as incomplete: {cut} of metrics.jsonl"] if cut else []
         figures = metrics.figures(records)
         self.figures = cost_of(self.config, figures, price) | figures
-        self.ended = ending(figures["step"], self.config["max_steps"], training)
+        step, steps = figures["step"], self.config["max_steps"]
+        state = "training," if training else "stopped at"
+        is_finished = step >= steps and not training
+        self.ended = "finished" if is_finished else f"{state} step {step:,} of {steps:,}"
         self.curves = curves(records)
         self.positions = positions(records)  # loss over tokens before
         self.evaluations = read_evaluations(folder)
@@ -78,13 +77,6 @@ def kernel_lock(folder: Path) -> dict[str, str]:
     return {f"lock.{key}": str(x) for key, x in named.items() if isinstance(x, str | bool)}
 
 
-def ending(step: int, steps: int, training: bool) -> str:
-    """Say how far a run came and whether it still trains."""
-    if training:
-        return f"training, step {step:,} of {steps:,}"
-    return "finished" if step >= steps else f"stopped at step {step:,} of {steps:,}"
-
-
 def positions(records: list[Record]) -> Line:
     """Return the loss over the number of tokens before, of the last validation that has it."""
     prefix = f"{BY_POSITION}/"
@@ -101,7 +93,7 @@ def line_of(points: Iterable[tuple[int, Any]]) -> Line:
     return {"x": [x for x, _ in drawn], "y": short(y for _, y in drawn)} if drawn else {}
 
 
-def curves(records: list[Record]) -> dict[str, Curve]:
+def curves(records: list[Record]) -> dict[str, Line]:
     """Return the curve of every metric that the page draws and the records hold.
 
     A record without a time, such as a validation, has the time of the one before it.
@@ -118,7 +110,7 @@ def curves(records: list[Record]) -> dict[str, Curve]:
     return {key: reduced(held, key) for key, held in drawn.items() if held}
 
 
-def reduced(records: list[Record], key: str) -> Curve:
+def reduced(records: list[Record], key: str) -> Line:
     """Return the values of `records` under `key` as a curve of at most POINTS points: the mean, the
     least and the largest of the records that a point joins.
     """

@@ -9,6 +9,7 @@ import yaml
 from longctx import cli
 from longctx.cli import parse
 from longctx.config.asked import workload_of
+from longctx.config.fields import keys
 from longctx.config.train_config import TrainConfig
 from longctx.runs import run_folder
 from longctx.training.run import Run, scheduled
@@ -145,4 +146,5 @@ def test_a_number_is_decimal(tmp_path, text, value):
             config_of(str(tmp_path / "a.yaml"))
     else:
         assert config_of(str(tmp_path / "a.yaml")).clip == value
-    assert parse.value_of(f"{{a: {text}}}", None) == {"a": value or text}
+    declared = keys(TrainConfig)["attention.options"]
+    assert parse.value_of(f"{{a: {text}}}", declared) == {"a": value or text}

@@ -68,7 +68,7 @@ def test_hostile_names_stay_text(tmp_path):
     assert DATA.sub("", text) == DATA.sub("", page)
     (data,) = DATA.findall(text)
     assert "alert(1)" in data and not set("<>&") & set(data)
-    assert shown["runs"][1]["label"] == HOSTILE
+    assert shown["runs"][1]["label"] == str(hostile)
     assert "default-src 'none'" in page
     for word in ("innerHTML", "outerHTML", "document.write", "eval(", "http://", "src=", "href="):
         assert word not in page
@@ -310,7 +310,7 @@ def test_the_table_and_the_file_have_costs_and_numbers(tmp_path):
     assert [float(row["money"]) for row in written] == [10.0, 2.5]
     # The rate of the configuration and of the last step
     assert (written[1]["config.lr"], float(written[1]["lr"])) == ("0.001", 0.001)
-    assert [row["run"] for row in written] == [folder.name for folder in folders]
+    assert [row["run"] for row in written] == [str(folder) for folder in folders]
     assert written[1]["loss"] == "nan" and written[0]["tokens_seen"] == "300"
 
 

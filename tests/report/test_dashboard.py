@@ -1,6 +1,7 @@
 """The workspace shows what is logged."""
 
 import json
+import sys
 
 import pytest
 
@@ -13,10 +14,10 @@ NEW = Metric("pages_per_hour", "reading", shown=EVERYWHERE, better="max", of_run
 
 def test_a_refusal_is_one_line(monkeypatch):
     wandb = pytest.importorskip("wandb")
-    monkeypatch.setattr(dashboard, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install wandb-workspaces"):
-        dashboard.dashboard("p")
-    monkeypatch.setattr(dashboard, "find_spec", lambda name: True)
+    monkeypatch.setattr(wandb, "login", lambda **_: True)
+    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
+    with pytest.raises(ValueError, match=r"^project=p: .*wandb_workspaces"):
+        dashboard.dashboard("p", "me")
     monkeypatch.setattr(wandb, "login", lambda **_: False)
     with pytest.raises(ValueError, match=r"^project=p: .*wandb login"):
         dashboard.dashboard("p")
