@@ -30,11 +30,11 @@ BUDGETS = {
 }
 # The parts that are over it, and by how many lines at most: a number here only gets smaller
 OVER: dict[str, int] = {
-    "longctx": 313,
+    "longctx": 142,
     "model": 56,
     "parallel": 45,
     "training": 241,
-    "the rest": 79,
+    "the rest": 55,
 }
 # The first pattern that a path of the package begins with names its part
 PARTS = {

@@ -19,19 +19,9 @@ from typing import Any
 import yaml
 
 from longctx import hub_snapshot, plugins, untrusted
-from longctx.config import other_names, presets
+from longctx.config import fields, other_names, presets
 from longctx.config.eval_config import EvalConfig
-from longctx.config.fields import (
-    Key,
-    build,
-    closest,
-    declared_as,
-    keys,
-    refuse_all,
-    shown,
-    typed,
-    unknown,
-)
+from longctx.config.fields import Key, build, declared_as, keys, shown, typed
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.data.sources.registry import check as check_data
@@ -68,7 +58,7 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
     choices = presets.chosen(schema, given)
     # A model is no key with choices of its own
     if (model := choices.get("model", "auto")) not in (names := presets.names("model")):
-        advice = closest(str(model), names) or f"; weights bring theirs: give init={model}"
+        advice = fields.closest(str(model), names) or f"; weights bring theirs: give init={model}"
         raise ValueError(f"model={shown(model)}: not one of {', '.join(names)}{advice}")
     values: dict[str, Any] = {group: presets.read(group, name) for group, name in choices.items()}
     assign(values, {name: value for name, value in given.items() if name not in choices})
@@ -217,8 +207,8 @@ def full_keys(schema: type, names: Iterable[str]) -> dict[str, str]:
     known = keys(schema)
     short = {key.rpartition(".")[0]: key for key, declared in known.items() if declared.short}
     full_names = {name: short.get(name, name) for name in names}
-    refuse_all(
-        unknown(name, known)
+    fields.refuse_all(
+        fields.unknown(name, known)
         for name, full in full_names.items()
         if full not in known and not declared_as(schema, full).is_open
     )
