@@ -60,8 +60,9 @@ def export(
     )
     # A reader never sees half a model: the folder is renamed to `out` when it is whole
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         with files.atomic(out) as folder:
-            folder.mkdir(parents=True)
+            folder.mkdir()
             write(folder)
             write_json(folder / "generation_config.json", generation)
             for name in TOKENIZER_FILES:
@@ -236,8 +237,9 @@ def export_adapter(
         "target_parameters": [f"{path}.weight" for path in fused],
     }
     # The folder is renamed to `out` when it is whole
+    out.parent.mkdir(parents=True, exist_ok=True)
     with files.atomic(out) as folder:
-        folder.mkdir(parents=True)
+        folder.mkdir()
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         files.as_umask_allows(folder / "adapter_model.safetensors")
         write_json(folder / "adapter_config.json", adapter)
