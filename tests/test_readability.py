@@ -30,7 +30,7 @@ BUDGETS = {
 }
 # The parts that are over it, and by how many lines at most: a number here only gets smaller
 OVER: dict[str, int] = {
-    "longctx": 142,
+    "longctx": 141,
     "model": 56,
     "parallel": 45,
     "training": 241,

@@ -67,7 +67,4 @@ def with_weights(name: str, key: str) -> Path:
     Weights of a model of the Hub are downloaded unless the cache has them. Raises ValueError or
     OSError, one line, if that cannot be.
     """
-    folder = hub_snapshot.folder(name, key)
-    if hub_snapshot.model_name(name) is None:
-        return folder
-    return hub_snapshot.folder(name, key, shards_of(folder))
+    return hub_snapshot.folder(name, key, shards_of(hub_snapshot.folder(name, key)))
