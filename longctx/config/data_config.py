@@ -6,7 +6,6 @@ No import of torch, datasets or tokenizers: the command line reads this file for
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,12 +54,6 @@ class DataConfig(Group):
     vocab_size: int = key(16384, "of the tokenizer trained here", between=(257, 2**20))
     val_fraction: float | None = key(None, between=(0, 0.99))
     cache: str | None = key(None, compared=False)
-
-    def problems(self) -> Iterator[str]:
-        """Raise ValueError for paths of another type, whatever the source; read nothing."""
-        self.paths()
-        self.data_files()
-        return super().problems()
 
     def paths(self) -> list[str]:
         """Return `path` as a list of strings."""

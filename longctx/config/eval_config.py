@@ -27,10 +27,8 @@ from longctx.config.layout_config import ContextConfig, StrategyConfig
 SHORTEST = 128  # tokens of a text with pass keys
 LENGTHS: dict[str, Any] = {"between": (SHORTEST, inf), "unit": 1024, "distinct": True}
 RULER_TASKS = [
-    *("niah_single_1", "niah_single_2", "niah_single_3"),
-    *("niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
-    *("niah_multivalue", "niah_multiquery"),
-    *("vt", "cwe", "fwe"),
+    *(f"niah_{kind}_{number}" for kind in ("single", "multikey") for number in (1, 2, 3)),
+    *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),
 ]
 TOKENS_PER_BATCH = {"cuda": 65536, "cpu": 4096}
 
@@ -223,9 +221,9 @@ class GenerateConfig(SampleConfig):
 
     def problems(self) -> Iterator[str]:
         """Yield a message for keys that contradict each other."""
+        if self.prompts is None and self.prompt is None and self.chat:
+            yield "chat=true: give the message, as in prompt='Who are you?'"
         if self.prompts is None:
-            if self.chat and self.prompt is None:
-                yield "chat=true: give the message, as in prompt='Who are you?'"
             return
         if self.prompt is not None:
             yield f"prompts={self.prompts}: prompt= is given too; leave one of them out"

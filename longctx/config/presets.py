@@ -27,7 +27,6 @@ GROUPS: dict[str, str] = {
     if (CONFIGS / name).is_dir()
 }
 GROUP_OF = {key: group for group, key in GROUPS.items()}
-AUTO_MODEL = {"cuda": "124m", "cpu": "tiny"}  # what model=auto stands for
 
 Config = TypeVar("Config")
 
@@ -87,7 +86,7 @@ def with_model(request: Request[TrainConfig], gpu: bool) -> Request[TrainConfig]
     """
     if request.choices.get("model") != "auto":
         return request
-    name, config = AUTO_MODEL["cuda" if gpu else "cpu"], request.config
+    name, config = "124m" if gpu else "tiny", request.config
     overridden = {key.split(".")[1] for key in request.overrides if key.startswith("model.")}
     own = {key: getattr(config.model, key) for key in overridden}
     model = GPTConfig(**read("model", name) | own)

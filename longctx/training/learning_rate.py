@@ -98,10 +98,9 @@ class Schedule(NamedTuple):
 
 def schedule_of(config: TrainConfig, workload: Workload) -> Schedule:
     """Return the schedule that `config` asks for, with its nulls filled in for `workload`."""
+    steps = config.max_steps or default_steps(workload)
     if config.max_tokens is not None:
         steps = math.ceil(config.max_tokens / workload.tokens_per_step)
-    else:
-        steps = config.max_steps or default_steps(workload)
     lr = default_learning_rate(config, workload.model) if config.lr is None else config.lr
     warmup = min(200, steps // 10) if config.warmup_steps is None else config.warmup_steps
     return Schedule(config.lr_schedule, lr, steps, warmup, keys_of(config))
@@ -170,15 +169,10 @@ def inverse_sqrt(step: int, run: Schedule) -> float:
     return math.sqrt(max(1, run.warmup_steps) / (step + 1))
 
 
-def constant(step: int, run: Schedule) -> float:
-    """Stay at the peak."""
-    return 1.0
-
-
 LEAST = {"min_lr_ratio": 0.1}
 DECAY = {"lr_decay_share": None, "lr_decay_from": None, "lr_decay_shape": "1-sqrt"}
 register("cosine", ScheduleTraits(cosine, LEAST))
 register("linear", ScheduleTraits(linear, LEAST))
 register("wsd", ScheduleTraits(wsd, LEAST | DECAY))
 register("inverse_sqrt", ScheduleTraits(inverse_sqrt))
-register("constant", ScheduleTraits(constant))
+register("constant", ScheduleTraits(lambda step, run: 1.0))

@@ -7,7 +7,6 @@ import signal
 from typing import Any
 
 import torch
-from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
@@ -122,10 +121,6 @@ class RunLog:
             "kernels": self._kernels(),
         }
         self.tracker.start_copies(run.settings() | known)
-
-    def saved(self, step: int, size: int, seconds: float) -> None:
-        """Print that the checkpoint after `step` is on disk."""
-        self.say(f"saved      after step {step:,}, {decimal(size)} in {seconds:.1f} s")
 
     def end(self, code: int) -> None:
         """Close bar, file and copies."""

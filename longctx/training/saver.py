@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from rich.filesize import decimal
 from torch import Tensor
 
 from longctx import files
@@ -113,7 +114,8 @@ class Saver:
         saving.written.result()
         self.saving = None
         if saving.bytes:
-            self.log.saved(self.step, saving.bytes, saving.seconds)
+            size = decimal(saving.bytes)
+            self.log.say(f"saved      after step {self.step:,}, {size} in {saving.seconds:.1f} s")
         if saving.warning not in (None, self.warning):
             self.log.say(f"warning: {saving.warning}")
             self.warning = saving.warning
