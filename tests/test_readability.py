@@ -30,10 +30,10 @@ BUDGETS = {
 }
 # The parts that are over it, and by how many lines at most: a number here only gets smaller
 OVER: dict[str, int] = {
-    "longctx": 141,
+    "longctx": 122,
     "model": 56,
     "parallel": 45,
-    "training": 241,
+    "training": 116,
     "the rest": 55,
 }
 # The first pattern that a path of the package begins with names its part

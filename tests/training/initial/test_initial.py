@@ -170,7 +170,7 @@ def test_hub_model_is_cached_and_recorded_with_commit(
 
     (snapshot / "model.safetensors").rename(snapshot / "away")
     error = refused(train.main(start(init="me/small")), f"error: init=me/small@{commit}: ")
-    assert "it lacks model.safetensors" in error
+    assert "the cache has no model.safetensors" in error
     assert not (tmp_path / "runs").exists()
     (snapshot / "away").rename(snapshot / "model.safetensors")
     assert train.main(start(init="me/small", max_steps=1, lr=0.0)) == 0
