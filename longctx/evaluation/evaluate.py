@@ -215,7 +215,7 @@ def build_scorer(setup: Setup, parallel: Parallel) -> Scorer:
     parallel = parallel.with_mesh(division, config.attention)
     shard = partial(parallel.shard, cast=False)
     built = build_model(setup.model.file, config.attention, parallel.device, dtype, shard)
-    built.share_rows(parallel.context)
+    built.context = parallel.context
     return Scorer(built, dtype, parallel, setup.packs)
 
 

@@ -121,7 +121,7 @@ def build_model(
         weights_reader().load_weights(model, file)
     else:
         with opened(file):
-            copy_weights(model, file, checkpoint, sharding.write_rows_of)
+            copy_weights(model, file, checkpoint, sharding.write)
     return model
 
 

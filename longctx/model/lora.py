@@ -40,13 +40,9 @@ class LoraLinear(nn.Linear):
         # Layers of transformers have no product of their own
         self.product = getattr(frozen, "product", linear)
         self.scale, self.is_on = scale, True
-        device = frozen.weight.device
-        self.lora_a = nn.Parameter(
-            torch.empty(rank, self.in_features, dtype=torch.float32, device=device)
-        )
-        self.lora_b = nn.Parameter(
-            torch.zeros(self.out_features, rank, dtype=torch.float32, device=device)
-        )
+        wide: Any = {"dtype": torch.float32, "device": frozen.weight.device}
+        self.lora_a = nn.Parameter(torch.empty(rank, self.in_features, **wide))
+        self.lora_b = nn.Parameter(torch.zeros(self.out_features, rank, **wide))
         self.init_added()
 
     def init_added(self, draw: Draw = lambda x, fill: fill(x)) -> None:
@@ -56,10 +52,9 @@ class LoraLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_on:
-            frozen: Tensor = self.product(x, self.weight, self.bias)
-            return frozen
+            return self.product(x, self.weight, self.bias)
         low = F.linear(x, self.lora_a.to(x.dtype)) * self.scale
-        y: Tensor = self.product(x, self.weight, self.bias)
+        y = self.product(x, self.weight, self.bias)
         return y + F.linear(low, self.lora_b.to(low.dtype))
 
     def merged(self) -> Linear:
@@ -141,28 +136,19 @@ def merge(model: GPT) -> GPT:
 
 
 class MergedRows:
-    """The weight `name` of a checkpoint, unpacked, with what LoRA trained added: x[first:last]
-    computes those rows alone, in fp32, since a rank may hold a part of them.
+    """The weight `name` of a checkpoint, unpacked, with what LoRA trained added, in fp32 then:
+    x[first:last] computes those rows alone, since a rank may hold a part of them.
     """
 
     def __init__(self, name: str, weights: Mapping[str, Any], factor: float) -> None:
         self.weight, layer = weights[name], name.removesuffix(".weight")
         self.a, self.b = (weights.get(f"{layer}.lora_{x}") for x in "ab")
-        self.is_packed, self.factor = packed.is_packed(self.weight), factor
-        width = self.weight.shape[1]
-        columns = packed.columns(width) if self.is_packed else width
-        self.shape = torch.Size((self.weight.shape[0], columns))
+        self.shape, self.factor = self.weight.shape[:1], factor
 
     def __getitem__(self, at: slice) -> Tensor:
         rows = self.weight[at]
-        rows = packed.unpacked(rows, torch.float32) if self.is_packed else rows.float()
+        if packed.is_packed(rows):
+            rows = packed.unpacked(rows, torch.float32)
         if self.a is None or self.b is None:
             return rows
-        return rows + self.factor * (self.b[at] @ self.a[:])
-
-
-def merged_weight(name: str, weights: Mapping[str, Any], config: LoraConfig) -> Any:
-    """Return the weight `name` of a checkpoint as it is, or as `MergedRows`."""
-    has_added = f"{name.removesuffix('.weight')}.lora_b" in weights
-    is_plain = not has_added and not packed.is_packed(weights[name])
-    return weights[name] if is_plain else MergedRows(name, weights, config.factor)
+        return rows.float() + self.factor * (self.b[at] @ self.a[:])

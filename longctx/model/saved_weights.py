@@ -17,13 +17,6 @@ from longctx.runs import checkpoints
 from longctx.spec.model_config import GPTConfig, LoraConfig
 
 
-def skeleton(config: GPTConfig, backend: AttentionConfig | str, added: LoraConfig) -> GPT:
-    """Return the model of `config` with LoRA's additions, without memory for its weights."""
-    with torch.device("meta"):
-        model = build(config, backend)
-        return model if added.rank is None else lora.add(model, added)
-
-
 def checked_skeleton(
     path: Path,
     checkpoint: dict[str, Any],
@@ -31,20 +24,21 @@ def checked_skeleton(
     backend: AttentionConfig | str,
     added: LoraConfig,
 ) -> GPT:
-    """Return the `skeleton`; raise ValueError unless the checkpoint at `path` has its weights.
+    """Return the model of `config` with LoRA's additions, without memory for its weights; raise
+    ValueError unless the checkpoint at `path` has its weights.
 
     Names, shapes, dtypes and layout in the file are compared; no weight is read.
     """
-    model = skeleton(config, backend, added)
+    with torch.device("meta"):
+        model = build(config, backend)
+        model = model if added.rank is None else lora.add(model, added)
     weights = checkpoint["state_dict"]
     mine = {f"model.{name}": x for name, x in model.named_parameters()}
     for name in [*mine, *(weights.keys() - mine.keys())]:
-        wrong: str | None
+        wrong: str | None = "in the checkpoint, missing in the model"
         if name not in weights:
             wrong = f"missing in the checkpoint, {list(mine[name].shape)} in the model"
-        elif name not in mine:
-            wrong = "in the checkpoint, missing in the model"
-        else:
+        elif name in mine:
             # Frozen weights may lie in 16 bits, trained ones never do
             is_exact = mine[name].requires_grad or is_packed(mine[name])
             dtypes = {mine[name].dtype} if is_exact else checkpoints.READABLE
@@ -60,12 +54,12 @@ def lora_of(checkpoint: dict[str, Any]) -> LoraConfig:
 
 
 def copy_weights(
-    model: GPT, path: Path, checkpoint: dict[str, Any], copy: Callable[[Any, Tensor], None]
+    model: GPT, path: Path, checkpoint: dict[str, Any], write: Callable[[Tensor, Any], None]
 ) -> None:
     """Copy the weights of a checkpoint into `model`, one after the other, with what LoRA trained
     added to them. What LoRA is to add to `model` itself is left alone.
 
-    `copy` is given the values, which may still be in the file, and the weight. Raises ValueError if
+    `write` is given the weight and its values, which may still be in the file. Raises ValueError if
     they are not those of this model.
     """
     config = lora_of(checkpoint)
@@ -73,4 +67,4 @@ def copy_weights(
     weights = {name.removeprefix("model."): x for name, x in checkpoint["state_dict"].items()}
     for name, x in model.named_parameters():
         if name in weights and not name.endswith(lora.ADDED):
-            copy(lora.merged_weight(name, weights, config), x)
+            write(x, lora.MergedRows(name, weights, config.factor))

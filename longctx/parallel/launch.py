@@ -46,7 +46,7 @@ class Launched:
     local_rank: int
     address: str = LOOPBACK  # of rank 0
     port: int = 0
-    shared: Path | None = None  # a folder of the ranks of "train.py", once they are started
+    shared: str = ""  # a folder of the ranks of "train.py", once they are started
 
     @property
     def nodes(self) -> int:
@@ -56,7 +56,7 @@ class Launched:
     @property
     def are_to_start(self) -> bool:
         """Return True in the process that starts and supervises all of these."""
-        return self.by == OWN and self.ranks > 1 and self.shared is None
+        return self.by == OWN and self.ranks > 1 and not self.shared
 
 
 def launched(config: TrainConfig | EvalConfig, environ: Mapping[str, str] = os.environ) -> Launched:
@@ -71,8 +71,7 @@ def launched(config: TrainConfig | EvalConfig, environ: Mapping[str, str] = os.e
         shared = given.get(STARTED_VARIABLE, "").partition(":")[2]
         by = "torchrun" if "TORCHELASTIC_RUN_ID" in given else given.get(BY, "the environment")
         address = given.get("MASTER_ADDR", LOOPBACK), _number(given, "MASTER_PORT")
-        folder = Path(shared) if shared else None
-        processes = Launched(by, ranks, local_ranks, rank, local_rank, *address, folder)
+        processes = Launched(by, ranks, local_ranks, rank, local_rank, *address, shared)
     else:
         for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):  # each would train a run of its own
             others = _number(environ, name, 1)

@@ -48,7 +48,7 @@ class Arrival(NamedTuple):
 
 
 class Meeting:
-    """The processes of a run, as one of them knows them, from here to `part`."""
+    """The processes of a run, as one of them knows them, until it says GOODBYE."""
 
     def __init__(self, launched: Launched, here: Arrival) -> None:
         """Wait until all are here and fit together. Else rank 0 raises ValueError, one line; others
@@ -65,25 +65,15 @@ class Meeting:
         self.peers: dict[socket.socket, Arrival] = {}
         if here.rank == 0:
             self._gather()
-        elif launched.shared is None:
+        elif not launched.shared:
             self._join()
         threading.Thread(target=self._watch, daemon=True).start()
-
-    def decided(self) -> None:
-        """Wait until rank 0 has decided the run, without a limit: it may tokenize for hours."""
-        if self.here.rank == 0:
-            self.store.set("decided", "yes")
-        missing(self.store, ["decided"], float("inf"))
 
     def begin(self, folder: Path | None) -> None:
         """Note the folder of the run, to print how it continues."""
         self.folder = folder
-        if self.launched.shared is not None and folder is not None and self.here.rank == 0:
-            (self.launched.shared / RUN).write_text(str(folder), encoding="utf-8")
-
-    def part(self) -> None:
-        """Watch no more: the run has ended on every process."""
-        self._say(GOODBYE)
+        if self.launched.shared and folder is not None and self.here.rank == 0:
+            Path(self.launched.shared, RUN).write_text(str(folder), encoding="utf-8")
 
     def fail(self, problem: str, code: int) -> None:
         """End the other processes with `code`, since this one has a `problem`. Rank 0 has printed
@@ -93,12 +83,12 @@ class Meeting:
         time.sleep(GRACE if self.here.rank else 0)
         if self.store.add("failed", 1) == 1 and self.here.rank:
             _print(f"{self.here}: {problem}")
-            if self.launched.shared is not None:
-                (self.launched.shared / TOLD).touch()
-        self._say(str(code).encode())
+            if self.launched.shared:
+                Path(self.launched.shared, TOLD).touch()
+        self.say(str(code).encode())
 
-    def _say(self, words: bytes) -> None:
-        """Send the last words of this process."""
+    def say(self, words: bytes) -> None:
+        """Send the last words of this process, and watch no more."""
         self.is_ending = True
         for peer in self.peers:
             with suppress(OSError):
@@ -126,7 +116,7 @@ class Meeting:
         else:
             # torchrun ends all ranks as soon as one has ended, the printing one too
             time.sleep(GRACE / 2)
-        self._say(words or b"1")
+        self.say(words or b"1")
         os._exit(int(words or b"1"))
 
     def _open_store(self) -> dist.Store:
@@ -134,8 +124,8 @@ class Meeting:
         on one machine on loopback alone, or torchrun's agent does.
         """
         launched = self.launched
-        if launched.shared is not None:
-            return dist.FileStore(str(launched.shared / "store"), launched.ranks)
+        if launched.shared:
+            return dist.FileStore(f"{launched.shared}/store", launched.ranks)
         has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         address = launched.address if has_agent else self.address
         serves, listening = launched.rank == 0 and not has_agent, None
@@ -157,12 +147,11 @@ class Meeting:
         launched = self.launched
         keys = {f"here/{rank}": str(rank) for rank in range(1, launched.ranks)}
         absent = missing(self.store, keys, self.seconds)
-        found = [self.store.get(key) for key in keys if key not in absent]
-        arrivals = [Arrival(*json.loads(text)) for text in found]
+        arrivals = [Arrival(*json.loads(self.store.get(key))) for key in keys if key not in absent]
         problem = misfit([self.here, *arrivals])
         if absent or problem:
             self.store.set("port", "0")
-        elif launched.shared is None:
+        elif not launched.shared:
             is_wide = launched.nodes > 1 and socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if is_wide else socket.AF_INET
             place = ("" if launched.nodes > 1 else LOOPBACK, 0)

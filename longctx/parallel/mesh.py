@@ -12,6 +12,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ from longctx.parallel import sharding
 from longctx.parallel.devices import dtype_of
 from longctx.parallel.fabric import Fabric, make_fabric
 from longctx.parallel.launch import EXIT, OWN, Launched, launched
-from longctx.parallel.meeting import Arrival, Meeting
+from longctx.parallel.meeting import GOODBYE, Arrival, Meeting, missing
 from longctx.spec.hardware import Machine
 from longctx.spec.step import Division, Workload, precision_of
 from longctx.system import exit_within
@@ -55,7 +56,7 @@ class Parallel:
     """
 
     launched: Launched
-    fabric: Fabric
+    device: torch.device
     dtype: torch.dtype  # of activations
     meeting: Meeting | None = None
     strategy: Strategy = STRATEGIES["none"]
@@ -77,10 +78,14 @@ class Parallel:
         # Evaluation computes no gradients; only the order of their sums is not deterministic
         if isinstance(config, TrainConfig) and config.deterministic:
             # Before anything runs, since kernel.lock names the kernels
-            use_deterministic_algorithms()
-        precision = precision_of(config.precision, device)
-        fabric = make_fabric(processes, device, precision)
-        return cls(processes, fabric, dtype_of(precision), meeting, data_ranks=processes.ranks)
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
+            # A debugging aid that slows every allocation; our kernels write all that they allocate
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        own = torch.device(f"cuda:{processes.local_rank}" if device == "cuda" else "cpu")
+        dtype = dtype_of(precision_of(config.precision, device))
+        return cls(processes, own, dtype, meeting, data_ranks=processes.ranks)
 
     @property
     def rank(self) -> int:
@@ -102,29 +107,30 @@ class Parallel:
         """Return True on rank 0, which decides, writes and prints."""
         return self.rank == 0
 
-    @property
-    def device(self) -> torch.device:
-        """The device that this process computes on."""
-        device: torch.device = self.fabric.device
-        return device
+    @cached_property
+    def fabric(self) -> Fabric:
+        """Lightning's part, in the precision of the run, once the process group is formed."""
+        return make_fabric(self.launched, self.device, self.dtype)
 
     def launch(self) -> None:
         """Form the process group once rank 0 has decided what to run."""
-        if self.meeting is not None:
-            self.meeting.decided()
-        if not dist.is_initialized() and self.meeting is not None:
-            on_gpu = self.device.type == "cuda"
-            if on_gpu:
-                torch.cuda.set_device(self.device)
-            dist.init_process_group(
-                "nccl" if on_gpu else "gloo",
-                store=dist.PrefixStore("group", self.meeting.store),
-                rank=self.rank,
-                world_size=self.ranks,
-                timeout=timedelta(seconds=float(os.environ.get(COLLECTIVE_VARIABLE, COLLECTIVE))),
-                device_id=self.device if on_gpu else None,
-            )
-        self.fabric.launch()
+        if self.meeting is None:
+            return
+        on_gpu, store = self.device.type == "cuda", self.meeting.store
+        if self.is_first:
+            store.set("decided", "yes")
+        # Without a limit: rank 0 may tokenize for hours
+        missing(store, ["decided"], float("inf"))
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=dist.PrefixStore("group", store),
+            rank=self.rank,
+            world_size=self.ranks,
+            timeout=timedelta(seconds=float(os.environ.get(COLLECTIVE_VARIABLE, COLLECTIVE))),
+            device_id=self.device if on_gpu else None,
+        )
 
     def with_mesh(
         self, layout: Workload | Division, attention: AttentionConfig, folder: Path | None = None
@@ -132,18 +138,14 @@ class Parallel:
         """Return the launched processes with the mesh in which `layout` shares sequences and
         weights. `folder` is the run's, to tell how a run with a lost process continues.
         """
+        if self.ranks == 1:
+            return self
         if self.meeting is not None:
             self.meeting.begin(folder)
-        # One device has nobody to share with
-        strategy = STRATEGIES[layout.strategy if self.ranks > 1 else "none"]
-        shared = replace(self, strategy=strategy, data_ranks=self.ranks // layout.context)
-        if self.ranks > 1:
-            shared = replace(shared, clock=Clock(self.device))
-            communication.start(shared.clock)
-        if not dist.is_initialized():
-            return shared
+        clock, strategy = Clock(self.device), STRATEGIES[layout.strategy]
+        communication.start(clock)
         rows = "shard" if strategy.shards_weights else "data"
-        groups = {rows: shared.data_ranks, "context": layout.context}
+        groups = {rows: self.ranks // layout.context, "context": layout.context}
         # Each dimension has process groups of its own, so one of a single rank is left out
         names = tuple(name for name, size in groups.items() if size > 1)
         sizes = tuple(groups[name] for name in names)
@@ -152,6 +154,7 @@ class Parallel:
         if layout.context > 1:
             fetches_windows = attention.description.takes_intervals
             context = Context(mesh.get_group("context"), layout.context_method, fetches_windows)
+        shared = replace(self, strategy=strategy, data_ranks=groups[rows], clock=clock)
         return replace(shared, mesh=mesh, context=context)
 
     def fail(self, problem: str, code: int = 1) -> None:
@@ -176,23 +179,14 @@ class Parallel:
         if dist.is_initialized():
             dist.barrier()
         if self.meeting is not None:
-            self.meeting.part()
+            self.meeting.say(GOODBYE)
         if dist.is_initialized():
             dist.destroy_process_group()
-
-    def in_fp32(self) -> Parallel:
-        """Return the same processes, launched and with their mesh, in fp32."""
-        fabric = make_fabric(self.launched, self.device.type, "fp32")
-        fabric.launch()
-        return replace(self, fabric=fabric, dtype=torch.float32)
 
     def alone(self) -> Parallel:
         """Return this process as the one rank of a run, which talks to no other."""
         alone = replace(self.launched, ranks=1, local_ranks=1, rank=0)
-        precision = "bf16" if self.dtype == torch.bfloat16 else "fp32"
-        fabric = make_fabric(alone, self.device.type, precision)
-        fabric.launch()
-        return Parallel(alone, fabric, self.dtype)
+        return Parallel(alone, self.device, self.dtype)
 
     def shard(self, model: GPT, cast: bool = True) -> None:
         """Spread the weights of `model`, which hold nothing yet, over all ranks under fsdp. Blocks
@@ -215,11 +209,6 @@ class Parallel:
                 weight.register_post_accumulate_grad_hook(self.clock.mark)
         return self.fabric.setup_module(module)
 
-    def autocast(self) -> AbstractContextManager[None]:
-        """Compute in the precision of the run, around forward and backward of a step."""
-        context: AbstractContextManager[None] = self.fabric.autocast()
-        return context
-
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss` to those of the step."""
         self.fabric.backward(loss)
@@ -230,8 +219,7 @@ class Parallel:
         """Keep gradients on their rank around a micro-batch, until the last one."""
         if last or not self.strategy.buckets_gradients or self.ranks == 1:
             return nullcontext()
-        context: AbstractContextManager[None] = self.fabric.no_backward_sync(module)
-        return context
+        return self.fabric.no_backward_sync(module)
 
     def loss_weight(self, scored: int) -> Tensor:
         """Return the weight of each target token in the step's loss, if this rank has `scored`: ()
@@ -273,10 +261,6 @@ class Parallel:
             dist.all_gather_object(every, value)
         return every
 
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self.fabric.barrier()
-
 
 def parallel_of(
     config: TrainConfig | EvalConfig, machine: Machine, processes: Launched
@@ -304,12 +288,3 @@ def parallel_of(
         here = Arrival(processes.rank, os.getpid(), host, computes_on, problem)
         meeting = Meeting(processes, here)
     return Parallel.of(config, device, processes, meeting)
-
-
-def use_deterministic_algorithms() -> None:
-    """Have torch compute the same bits in every run."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    # A debugging aid that slows every allocation; our kernels write all that they allocate
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -70,9 +70,7 @@ def rows(tensor: Tensor) -> slice:
 
 def rows_of_ranks(tensor: Tensor) -> list[slice]:
     """Return the `rows` of every rank of the mesh, in order."""
-    count, ranks = tensor.shape[0], 1
-    if isinstance(tensor, DTensor):
-        ranks = tensor.device_mesh.size()
+    count, ranks = tensor.shape[0], tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1
     # As torch.chunk divides them: the last ranks may have fewer rows, or none
     size = -(-count // ranks)
     return [slice(min(n * size, count), min((n + 1) * size, count)) for n in range(ranks)]
@@ -88,22 +86,24 @@ def full(tensor: Tensor) -> Tensor:
 
 def like(tensor: DTensor, part: Tensor) -> DTensor:
     """Return a tensor sharded as `tensor` is; `part` has this rank's rows."""
-    result: DTensor = DTensor.from_local(
+    return DTensor.from_local(
         part, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
     )
-    return result
 
 
 @torch.no_grad()
-def write(tensor: Tensor, values: Tensor, first: int = 0) -> None:
-    """Copy `values`, packed if `tensor` is, to its rows from `first` on; a rank writes its own."""
-    if is_packed(tensor) and not is_packed(values):
-        values = packed(values.to(tensor.device))
+def write(tensor: Tensor, source: Any, first: int = 0) -> None:
+    """Copy `source`, packed if `tensor` is, to its rows from `first` on; a rank writes its own.
+
+    Of a `SlicedTensor` or `MergedRows` it reads only these.
+    """
     mine = rows(tensor)
-    start, stop = max(mine.start, first), min(mine.stop, first + len(values))
+    start, stop = max(mine.start, first), min(mine.stop, first + source.shape[0])
     if start < stop:
-        part = local(tensor)[start - mine.start : stop - mine.start]
-        part.copy_(values[start - first : stop - first])
+        values = source[start - first : stop - first]
+        if is_packed(tensor) and not is_packed(values):
+            values = packed(values.to(tensor.device))
+        local(tensor)[start - mine.start : stop - mine.start].copy_(values)
 
 
 def draw(tensor: Tensor, fill: Callable[[Tensor], Any]) -> None:
@@ -115,12 +115,6 @@ def draw(tensor: Tensor, fill: Callable[[Tensor], Any]) -> None:
     values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
     fill(values)
     write(tensor, values)
-
-
-def write_rows_of(source: Any, tensor: Tensor) -> None:
-    """Copy to `tensor` its rows of `source`, a tensor or `Rows` of the same whole shape."""
-    mine = rows(tensor)
-    write(tensor, source[mine], mine.start)
 
 
 def reshard(module: nn.Module) -> None:
@@ -138,16 +132,14 @@ def is_sharded(model: nn.Module) -> TypeGuard[FSDPModule]:
 @contextmanager
 def unsharded(model: GPT) -> Iterator[None]:
     """Gather the weights outside the blocks of `model`; a block gathers its own when called."""
-    if not is_sharded(model):
-        yield
-        return
-    # Else a block that is called first keeps its weights
-    model._get_fsdp_state()._lazy_init()
-    model.unshard()
+    if is_sharded(model):
+        # Else a block that is called first keeps its weights
+        model._get_fsdp_state()._lazy_init()
+        model.unshard()
     try:
         yield
     finally:
-        model.reshard()
+        reshard(model)
 
 
 def parts(module: nn.Module) -> dict[str, Sharded]:

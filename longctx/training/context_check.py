@@ -68,7 +68,8 @@ def compare_with_one(run: Run, data: Data, parallel: Parallel) -> dict[str, floa
     # bf16 rounds differently on each layout: it is held to the distance of one rank from fp32. Then
     # all ranks are compared in fp32 too, where smaller mistakes show
     if work.precision != "fp32":
-        config, exactly = replace(trial.config, precision="fp32"), parallel.in_fp32()
+        config = replace(trial.config, precision="fp32")
+        exactly = replace(parallel, dtype=torch.float32)
         exact = replace(work, precision="fp32", compile=False)
         try:
             check_attention(config, work.model, work.device)
@@ -111,7 +112,7 @@ def result(state: TrainState, sequences: list[Sequence], parallel: Parallel) -> 
     # B of LoRA begins with zeros, with which A has no gradient; with large numbers rounding grows
     for layer in lora.layers(model):
         values = torch.linspace(-0.05, 0.05, layer.lora_b.numel())
-        sharding.write_rows_of(values.view(layer.lora_b.shape), layer.lora_b)
+        sharding.write(layer.lora_b, values.view(layer.lora_b.shape))
     size = state.run.workload.batch_size
     batch = [micro_batch(sequences[i : i + size]) for i in range(0, len(sequences), size)]
 

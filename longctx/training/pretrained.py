@@ -132,7 +132,7 @@ def copy_into(model: GPT, name: str) -> None:
         weights_reader().load_weights(model, init)
         return
     with opened(init):
-        copy_weights(model, init, checkpoints.read(init), sharding.write_rows_of)
+        copy_weights(model, init, checkpoints.read(init), sharding.write)
 
 
 def texts_for_export(data: Data, weights: Path | None) -> dict[str, str]:

@@ -104,7 +104,7 @@ class Saver:
             for is_turn in (not self.parallel.is_first, self.parallel.is_first):
                 if is_turn and self.saving is not None:
                     self._written(self.saving)
-                self.parallel.barrier()
+                self.parallel.fabric.barrier()
             self.is_under_way = False
 
     def _written(self, saving: Saving) -> None:

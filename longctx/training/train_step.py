@@ -29,7 +29,7 @@ def optimizer_step(
     parts, weight = state.parts, parallel.loss_weight(sum(micro.scored for micro in batch))
     total = torch.zeros((), device=parallel.device)
     # Around all micro-batches, so that weights are cast once
-    with parallel.autocast():
+    with parallel.fabric.autocast():
         for number, micro in enumerate(batch, start=1):
             micro = micro.to(parallel.device)
             micro.weight = weight
@@ -53,7 +53,7 @@ class TrainState:
         self.module = TrainingModule(run, parallel.shard)
         with parallel.fabric.init_module():
             self.module.configure_model()
-        self.module.model.share_rows(parallel.context)
+        self.module.model.context = parallel.context
         configured = self.module.configure_optimizers()
         self.optimizer: torch.optim.Optimizer = configured["optimizer"]
         self.scheduler: LambdaLR = configured["lr_scheduler"]["scheduler"]
@@ -89,7 +89,7 @@ class TrainState:
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Continue from `checkpoint`, bit for bit."""
         for name, weight in self.module.named_parameters():
-            sharding.write_rows_of(checkpoint["state_dict"][name], weight)
+            sharding.write(weight, checkpoint["state_dict"][name])
         state = sharding.state_of_rank(checkpoint["optimizer_states"][0], self.optimizer)
         # The run decides the settings of AdamW and Muon, not the checkpoint
         if isinstance(self.optimizer, torch.optim.AdamW):

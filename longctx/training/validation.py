@@ -111,7 +111,7 @@ def scoring(module: nn.Module, parallel: Parallel) -> Iterator[None]:
     with (
         in_eval_mode(module),
         torch.no_grad(),
-        parallel.autocast(),
+        parallel.fabric.autocast(),
         torch.compiler.set_stance("force_eager"),
     ):
         yield
