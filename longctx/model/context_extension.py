@@ -39,8 +39,12 @@ def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfi
         raised = replace(model, rope_theta=rope.theta, rope_scaling={}, context=context)
         return raised, f"abf: base {model.rope_theta:g} → {rope.theta:g}"
 
-    # By default the factor reaches seq_len exactly; a given one must reach it too
-    original = rope.original or _original(model)
+    # From the length that frequencies without scaling were trained for. By default the factor
+    # reaches seq_len exactly; a given one must reach it too
+    own, trained = model.rope_scaling, model.rope_scaling.get(ORIGINAL) or model.context
+    if own.get("rope_type") == "linear":
+        trained = max(2, round(model.context / own["factor"]))
+    original = rope.original or int(trained)
     factor = rope.factor or seq_len / original
     reached = int(factor * original)
     if factor * original < seq_len:
@@ -55,7 +59,15 @@ def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfi
         )
 
     # Options become keys of rope_scaling, so its errors are reworded to name the option
-    scaling = _scaling(model, kind, factor, original) | rope.options
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    if ORIGINAL in KEYS[kind][0]:
+        scaling[ORIGINAL] = original
+    if own.get("rope_type") == kind:
+        # Other keys of the model's own stay
+        scaling = dict(own) | scaling
+    elif kind == "llama3":
+        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= rope.options
     # dynamic's base begins to grow at this length; transformers has no other key for it
     context = original if kind == "dynamic" else max(model.context, seq_len, reached)
     stretched = replace(model, rope_scaling=scaling, context=context)
@@ -74,7 +86,7 @@ def automatic(model: GPTConfig, seq_len: int) -> str:
     without scaling get YaRN, which needs the least training to adapt (arXiv 2309.00071).
     """
     assert model.context is not None
-    kind: str = model.rope_scaling.get("rope_type", "default")
+    kind = model.rope_scaling.get("rope_type", "default")
     if seq_len <= model.context or kind == "dynamic":
         return "keep"
     if kind == "longrope":
@@ -83,22 +95,3 @@ def automatic(model: GPTConfig, seq_len: int) -> str:
             f"seq_len={seq_len} is more; say rope=yarn, or rope=longrope with factors for it"
         )
     return "yarn" if kind == "default" else kind
-
-
-def _original(model: GPTConfig) -> int:
-    """Return the length that the frequencies without scaling were trained for."""
-    assert model.context is not None
-    scaling = model.rope_scaling
-    if scaling.get("rope_type") == "linear":
-        return max(2, round(model.context / scaling["factor"]))
-    return int(scaling.get(ORIGINAL) or model.context)
-
-
-def _scaling(model: GPTConfig, kind: str, factor: float, original: int) -> dict[str, Any]:
-    """Return the keys of scaling `kind`; others of the model's own stay if it has the same."""
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
-    if ORIGINAL in KEYS[kind][0]:
-        scaling[ORIGINAL] = original
-    if model.rope_scaling.get("rope_type") == kind:
-        return dict(model.rope_scaling) | scaling
-    return scaling | ({"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {})

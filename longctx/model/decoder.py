@@ -28,11 +28,12 @@ import torch
 from torch import Tensor
 
 from longctx.attention import Attention, Mask
+from longctx.attention.context_parallel import Context
 from longctx.attention.naive import by_triton, splits_keys
 from longctx.config.layout_config import POLICIES
 from longctx.model.gpt import GPT
 from longctx.model.recompute import in_tiles
-from longctx.model.rope import Angles, Rope
+from longctx.model.rope import Angles, Rope, frequencies
 from longctx.spec.model_config import GPTConfig
 
 
@@ -95,7 +96,9 @@ class Decoder:
         self.texts: list[list[int]] = []  # if their tokens are read anew
         self.lengths: list[int] = []  # of the texts, as the cache has them on the device
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        self.angles: list[Angles] = [rope(self.cache.lengths[:, None]) for rope in model.ropes]
+        # Buffers of ropes that follow the length: a replayed graph reads what a step has written
+        ropes = [rope for rope in model.ropes if rope.follows_length]
+        self.angles: dict[Rope, Angles] = {x: x(self.cache.lengths[:, None]) for x in ropes}
         self.logits = torch.zeros(0, device=self.device)
         self.head = torch.zeros(0, device=self.device)  # the lm_head in the dtype of products
 
@@ -111,15 +114,12 @@ class Decoder:
         cache, lengths = self.cache, [len(prompt) for prompt in prompts]
         assert len(prompts) == cache.rows and 0 < min(lengths) and max(lengths) <= cache.length
         N, ids = sum(lengths), torch.tensor([token for prompt in prompts for token in prompt])
-        mask = Mask.causal()
-        if len(prompts) > 1:
-            rows = torch.arange(len(prompts)).repeat_interleave(torch.tensor(lengths))
-            mask = Mask.documents(rows[None])
+        rows = torch.arange(len(prompts)).repeat_interleave(torch.tensor(lengths))
+        mask = Mask.documents(rows[None]) if len(prompts) > 1 else Mask.causal()
         mask = mask.bind(1, N, N, self.device)
         masks = {w: mask if w is None else mask.windowed(w) for w in set(self.windows)}
-        places = [torch.arange(n, device=self.device) for n in lengths]
-        slots = torch.cat([row * cache.length + at for row, at in enumerate(places)])
-        angles = self.model.ropes.per_layer(lambda rope: angles_of(rope, places, lengths, 1))
+        slots = rows.to(self.device) * cache.length + mask.positions(1, N, self.device)[0]
+        angles = self.model.angles(mask, Context().shards(mask, N), (1, N), self.device)
 
         # In tiles always, which costs nothing without gradients: an MLP over 1M tokens is 80 GiB.
         tile = self.model.memory.mlp_tile or POLICIES["long"]["mlp_tile"]
@@ -146,13 +146,11 @@ class Decoder:
         self.lengths = [n + 1 for n in self.lengths]
         assert max(self.lengths) <= self.cache.length
         self.tokens.copy_(tokens)
-        for rope, buffers in zip(self.model.ropes, self.angles, strict=True):
-            # A graph replays fixed frequencies, so new ones are written into its buffers
-            if rope.follows_length:
-                newest = list(self.cache.lengths[:, None])
-                angles = angles_of(rope, newest, self.lengths, 0)
-                for buffer, angle in zip(buffers, angles, strict=True):
-                    buffer.copy_(angle)
+        for rope, buffers in self.angles.items():
+            own = torch.stack([frequencies(rope.spec, n)[0] for n in self.lengths])
+            angles = rope(self.cache.lengths[:, None], own[:, None].to(self.device))
+            for buffer, angle in zip(buffers, angles, strict=True):
+                buffer.copy_(angle)
         if self.graph is not None:
             self.graph.replay()
             return self.logits
@@ -168,10 +166,8 @@ class Decoder:
     def _one_token(self) -> Tensor:
         """Logits after `tokens`; waits for nothing, and reads nothing that changes but tensors."""
         cache = self.cache
-        buffers = dict(zip(self.model.ropes, self.angles, strict=True))
-        angles = self.model.ropes.per_layer(
-            lambda rope: buffers[rope] if rope.follows_length else rope(cache.lengths[:, None])
-        )
+        positions = cache.lengths[:, None]
+        angles = self.model.ropes.per_layer(lambda rope: self.angles.get(rope) or rope(positions))
         slots, last = cache.starts + cache.lengths, cache.lengths.int()[:, None]
         keys = cache.length if self.graphs else max(self.lengths)
         first = {w: (last - ((w or cache.length) - 1)).clamp(min=0) for w in set(self.windows)}
@@ -186,8 +182,7 @@ class Decoder:
                 out = by_triton(q, k, v, mask, scores)
             else:
                 out = self.attend.decode(q, k[:, :keys], v[:, :keys], mask, scores)
-            y: Tensor = block.after(x, out)
-            return y
+            return block.after(x, out)
 
         x = self._through_blocks(self.tokens[:, None], forward)
         cache.lengths += 1
@@ -215,13 +210,6 @@ def say_slow(backend: str) -> None:
 def decoder_of(model: GPT, rows: int, length: int, graphs: bool | None = None) -> Decoder:
     """Return the decoder of `model`; see `Decoder`."""
     return (model.decoder or Decoder)(model, rows, length, graphs)
-
-
-def angles_of(rope: Rope, positions: list[Tensor], lengths: list[int], dim: int) -> Angles:
-    """Return cos and sin at `positions` in texts of these `lengths`, joined along `dim`."""
-    texts = zip(positions, lengths, strict=True)
-    angles = [rope.of_length(position[None], length) for position, length in texts]
-    return tuple(torch.cat(x, dim=dim) for x in zip(*angles, strict=True))
 
 
 def continuations(

@@ -97,7 +97,7 @@ class Experts(nn.Module):
         ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)
         layers = self.gate_up.weight, self.down.weight, self.gate_up.bias, self.down.bias
         routing = expert, order, ends
-        y: Tensor = _Experts.apply(tokens, weights, *layers, *routing, self.clamp, needs_value)
+        y = _Experts.apply(tokens, weights, *layers, *routing, self.clamp, needs_value)
         return y.view(shape)
 
     def chosen(self, logits: Tensor) -> tuple[Tensor, Tensor]:

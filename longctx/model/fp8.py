@@ -76,10 +76,9 @@ def quantized(
 def product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Any = None) -> Tensor:
     """Return a bᵀ (M, N) in `dtype` of a (M, K) and b (N, K) in FP8."""
     (a8, scale_a), (b8, scale_b) = a, b
-    y: Tensor = torch._scaled_mm(
+    return torch._scaled_mm(
         a8, b8.t(), scale_a, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast
     )
-    return y
 
 
 class _Product(torch.autograd.Function):
@@ -169,7 +168,7 @@ class Product(nn.Module):
     ) -> Tensor:
         trains = torch.is_grad_enabled() and weight.requires_grad
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y: Tensor = _Product.apply(rows, weight, bias, gated, trains, with_output)
+        y = _Product.apply(rows, weight, bias, gated, trains, with_output)
         return y.view(*x.shape[:-1], -1)
 
 

@@ -70,7 +70,8 @@ class GPT(nn.Module):
         # experts
         modules = self.named_modules()
         self.exact = {f"{path}.weight" for path, x in modules if isinstance(x, Correction)}
-        self.context = Context()  # the ranks that hold a part of each row: this one alone
+        # The ranks that share the tokens of each row, see `forward`: this one alone
+        self.context = Context()
         self.init_weights()
 
     @property
@@ -146,10 +147,6 @@ class GPT(nn.Module):
             return figures
         names = ("aux_loss", "expert_load")
         return figures | dict(zip(names, self.balance_figures.tolist(), strict=True))
-
-    def share_rows(self, context: Context) -> None:
-        """From now on split the tokens of each row over the ranks of `context`; see `forward`."""
-        self.context = context
 
     def forward(
         self,
@@ -227,12 +224,7 @@ class GPT(nn.Module):
 
         `mask` is bound, of whole sequences: `length` tokens and padding.
         """
-        B, N, device = len(tokens), shards.length, tokens.device
-        positions = shards.local(mask.positions(B, N, device))
-        shape = B, length, N
-        angles = self.ropes.per_layer(
-            lambda rope: rope(positions, frequencies_of(rope, mask, shards, shape, device))
-        )
+        angles = self.angles(mask, shards, (len(tokens), length), tokens.device)
         x = self.embedded(tokens)
         # Autocast leaves embeddings in fp32, so the residual stream would take twice the memory
         if torch.is_autocast_enabled(x.device.type):
@@ -241,8 +233,26 @@ class GPT(nn.Module):
         windows = [self.config.window_of(n) for n in range(len(self.blocks))]
         masks = {w: shards.mask(mask if w is None else mask.windowed(w)) for w in set(windows)}
         x = self._through_blocks(x, angles, [masks[w] for w in windows])
-        normed: Tensor = self.norm(x)
-        return normed
+        return self.norm(x)
+
+    def angles(
+        self, mask: Mask, shards: Shards, shape: tuple[int, int], device: torch.device
+    ) -> list[Angles]:
+        """Return each layer's angles of this rank's tokens (B, n), of sequences of `shape` (B, T)
+        and padding under the bound `mask`.
+        """
+        (B, T), N = shape, shards.length
+        positions = shards.local(mask.positions(B, N, device))
+
+        def angles_of(rope: Rope) -> Angles:
+            if not rope.follows_length:
+                return rope(positions)
+            # Each document's length decides, without padding
+            table, number = rope.of_documents(mask.lengths or (N,) * B, T)
+            number = shards.local(number.view(B, N).to(device, non_blocking=True))
+            return rope(positions, table.to(device, non_blocking=True)[number])
+
+        return self.ropes.per_layer(angles_of)
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Return the rows of the embedding that enter the first block."""
@@ -291,20 +301,4 @@ def build(
     memory: MemoryConfig | str = "fast",
 ) -> GPT:
     """Return the model of `config`, by the class that computes its kind."""
-    model: GPT = pkgutil.resolve_name(config.implementation)(config, attention, memory)
-    return model
-
-
-def frequencies_of(
-    rope: Rope, mask: Mask, shards: Shards, shape: tuple[int, int, int], device: torch.device
-) -> Tensor | None:
-    """Return the frequencies of each token of this rank (B, n, D/2), by its document's length.
-
-    Sequences have T tokens, padded to N. None: all tokens have the same frequencies.
-    """
-    if not rope.follows_length:
-        return None
-    B, T, N = shape
-    table, number = rope.of_documents(mask.lengths or (N,) * B, T)
-    number = number.view(B, N).to(device, non_blocking=True)
-    return table.to(device, non_blocking=True)[shards.local(number)]
+    return pkgutil.resolve_name(config.implementation)(config, attention, memory)

@@ -50,8 +50,7 @@ class Linear(nn.Linear):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.product(x, self.weight, self.bias)
-        return y
+        return self.product(x, self.weight, self.bias)
 
 
 def linears(part: parts.Part) -> list[Linear]:
@@ -90,7 +89,6 @@ class StreamNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         if not fused(x):
             return super().forward(x)
-        assert self.eps is not None
         return rms_norm.norm(x, self.factor, self.eps)
 
     def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -101,7 +99,6 @@ class StreamNorm(RMSNorm):
         if not fused(x):
             x = x if branch is None else x + branch
             return x, super().forward(x)
-        assert self.eps is not None
         return rms_norm.add_and_norm(x, branch, self.factor, self.eps)
 
 
@@ -116,8 +113,7 @@ class NoNorm(nn.Identity):
 
 def optional(part: parts.Part | None) -> nn.Module:
     """Return a new module of `part`, or one that changes nothing."""
-    module: nn.Module = NoNorm() if part is None else part.build()
-    return module
+    return NoNorm() if part is None else part.build()
 
 
 class SelfAttention(nn.Module):
@@ -203,8 +199,7 @@ class SwiGLU(nn.Module):
         if fused(gate_up) and type(down) is Linear:
             gated_down = swiglu.gated_down if down.product is linear else down.product.gated_down
             weights = down.weight, down.bias
-            y: Tensor = gated_down(gate_up, *weights, needs_value, self.activation)
-            return y
+            return gated_down(gate_up, *weights, needs_value, self.activation)
         gate, up = gate_up.chunk(2, dim=-1)
         gate = F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")
         return down(gate * up)

@@ -81,15 +81,13 @@ def linear_cross_entropy(
     flat, t = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     shape = logit_scale, softcap
     if reduction == "none":
-        losses: Tensor = _TokenLosses.apply(flat, weight, t, chunk, shape)
-        return losses.view(targets.shape)
+        return _TokenLosses.apply(flat, weight, t, chunk, shape).view(targets.shape)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     scale = torch.ones((), dtype=wide, device=t.device) if scale is None else scale.to(wide)
     if reduction == "mean":
         scale = scale / (t != IGNORED).sum().clamp(min=1)
     if torch.is_grad_enabled():
-        total: Tensor = _SummedLoss.apply(flat, weight, t, scale, chunk, shape, z_loss)
-        return total
+        return _SummedLoss.apply(flat, weight, t, scale, chunk, shape, z_loss)
     return _Chunks(flat, weight, shape).losses(t, chunk).sum() * scale
 
 

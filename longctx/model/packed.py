@@ -70,8 +70,7 @@ def unpacked(weight: Tensor, dtype: torch.dtype) -> Tensor:
         blocksize=BLOCK,
         quant_type="nf4",
     )
-    w4: Tensor = functional.dequantize_4bit(codes.reshape(-1, 1), state)
-    return w4
+    return functional.dequantize_4bit(codes.reshape(-1, 1), state)
 
 
 @unpacked.register_fake
@@ -108,8 +107,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return plain_linear(x, weight, bias)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    y: Tensor = _PackedProduct.apply(x.reshape(-1, x.shape[-1]), weight)
-    y = y.view(*x.shape[:-1], -1)
+    y = _PackedProduct.apply(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
     return y if bias is None else y + bias.to(y.dtype)
 
 

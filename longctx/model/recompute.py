@@ -46,16 +46,13 @@ def checkpointed_blocks(
     """Return x (B, T, C) after `blocks`, each with its angles and mask: memory.recompute=block."""
     # Layers share their angles, and so the views of them
     flat = {id(pair): _flat(pair) for pair in angles}
-    tape = _Tape(blocks, x.shape, [flat[id(pair)] for pair in angles], masks, memory)
+    of_blocks = [flat[id(pair)] for pair in angles]
+    tile, surroundings = memory.mlp_tile or 0, _Surroundings(x.device.type)
+    tape = _Tape(blocks, x.shape, of_blocks, masks, memory, tile, surroundings)
     y = x.reshape(1, -1, x.shape[-1])
     for i, block in enumerate(blocks):
-        y = block.calling(_checkpointed, y, tape, i)
+        y = block.calling(lambda own, y, i: _Block.apply(y, tape, i, *_trained(own)), y, i)
     return y.view(x.shape)
-
-
-def _checkpointed(block: Any, y: Tensor, tape: _Tape, i: int) -> Tensor:
-    result: Tensor = _Block.apply(y, tape, i, *_trained(block))
-    return result
 
 
 def checkpointed_mlp(block: Any, x: Tensor, angles: Angles, mask: Mask, tile: int) -> Tensor:
@@ -64,8 +61,7 @@ def checkpointed_mlp(block: Any, x: Tensor, angles: Angles, mask: Mask, tile: in
     """
     out = block.attention(*block.before(x, *angles), mask)
     flat = x.reshape(1, -1, x.shape[-1]), out.reshape(1, -1, *out.shape[2:])
-    y: Tensor = _After.apply(*flat, block, tile, *_trained(block))
-    return y
+    return _After.apply(*flat, block, tile, *_trained(block))
 
 
 def forward_in_tiles(block: Any, x: Tensor, angles: Angles, mask: Mask, tile: int) -> Tensor:
@@ -91,12 +87,9 @@ class _Tape:
     angles: Sequence[Angles]  # of each block, (1, B·T, 1, D/2)
     masks: Sequence[Mask]
     memory: MemoryConfig
+    tile: int  # tokens; 0: all
+    surroundings: _Surroundings
     saved: dict[int, SavedTensors] = field(default_factory=dict)
-    surroundings: _Surroundings = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tile = self.memory.mlp_tile or 0
-        self.surroundings = _Surroundings(self.angles[0][0].device.type)
 
     def before(self, i: int, x: Tensor) -> Tokens:
         return in_tiles(self.blocks[i].before, self.tile, (x, *self.angles[i]))

@@ -69,15 +69,6 @@ class Rope(nn.Module):
         steps = (positions[..., None, None] / tokens).floor().float()
         return cos, sin, 1 + beta * steps.log1p()
 
-    def of_length(self, positions: Tensor, length: int) -> Angles:
-        """As forward, of tokens in documents of `length` tokens."""
-        own = None
-        if self.follows_length:
-            own, _ = frequencies(self.spec, length)
-            own = own.to(positions.device).expand(*positions.shape, -1)
-        angles: Angles = self(positions, own)
-        return angles
-
 
 class Ropes(nn.ModuleList):
     """The ropes of a model's layers, each once however many layers share it."""
