@@ -18,7 +18,7 @@ FORMAT = 3
 INDEX = "checkpoint.json"
 INDEX_SIZE = 128 * untrusted.MIB  # of a model of 1,000 weights on 1,024 ranks
 AT_ONCE = 4  # files that are written, or read, at one time
-CHUNK = 1 << 24  # bytes that a checksum reads at one time
+CHUNK = 1 << 24  # bytes that are read, or written, at one time
 
 
 class Damaged(ValueError):

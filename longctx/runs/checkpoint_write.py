@@ -24,11 +24,10 @@ from torch import Tensor
 from longctx import files
 from longctx.files import one_line
 from longctx.runs import checkpoint_index
-from longctx.runs.checkpoint_index import AT_ONCE, FORMAT, INDEX
+from longctx.runs.checkpoint_index import AT_ONCE, CHUNK, FORMAT, INDEX
 
 IN_FILES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 SHARD = 1 << 30  # bytes of one file, unless a tensor is larger
-CHUNK = 1 << 24  # bytes that are written, and given to the disk, at one time
 PAUSE = 0.05  # seconds between two looks for the files of other ranks
 OTHERS = 10.0  # seconds that rank 0 of a run that fails waits for them
 
@@ -109,9 +108,7 @@ class Saving:
         self.rank, self.ranks, self.replaced = rank, ranks, replaced
         own = {name: share.part for name, share in tensors.items() if len(share.part)}
         self.shards = shards_of(f"shard-{rank:05d}", own)
-        devices = {tensor.device for tensor in own.values()}
-        self.gpu = next((device for device in devices if device.type == "cuda"), None)
-        self.has_host_tensors = torch.device("cpu") in devices
+        self.gpu = next((tensor.device for tensor in own.values() if tensor.is_cuda), None)
         self.memory: list[Tensor] | None = None  # host memory for a copy of each shard
         self.copied: torch.cuda.Event | None = None  # when a GPU has made the copy
         self.bytes = 0  # of all files, when the folder is whole, on rank 0
@@ -143,8 +140,8 @@ class Saving:
     def _copy(self, memory: list[Tensor]) -> None:
         """Copy the tensors to `memory`; from a GPU the copy is queued on its stream."""
         self.memory = memory
-        # Moments on the host may be on their way there
-        if self.gpu is not None and self.has_host_tensors:
+        # Moments on the host may be on their way there; for others the loop has waited already
+        if self.gpu is not None:
             torch.cuda.synchronize(self.gpu)
         for shard, target in zip(self.shards, memory, strict=True):
             shard.copy_to(target, non_blocking=True)

@@ -63,8 +63,7 @@ class SlicedTensor:
 
 def saving(
     path: Path,
-    metadata: Mapping[str, Any],
-    state: Mapping[str, Any],
+    content: Mapping[str, Any],
     weights: Mapping[str, Sharded],
     optimizer: Mapping[str, Any] | None = None,
     trained: Sequence[str] = (),
@@ -74,9 +73,9 @@ def saving(
 ) -> Saving:
     """Return a checkpoint to write to `path`.
 
-    `metadata` is about the run, `state` holds random_state() as "random" and plain values. This
-    rank has `weights`, by name, and the state of an `optimizer` that trains the `trained`
-    weights, in its order.
+    `content` is plain: "longctx" is about the run, "random" is random_state(). This rank has
+    `weights`, by name, and the state of an `optimizer` that trains the `trained` weights, in its
+    order.
     """
     tensors = dict(weights)
     scalars: dict[str, dict[str, float]] = {}
@@ -89,13 +88,8 @@ def saving(
                 tensors[f"optimizer.{number}.{key}"] = Sharded(value, shape, weight.rows_of)
             else:
                 scalars.setdefault(str(number), {})[key] = float(value)
-    plain = {
-        "longctx": dict(metadata),
-        **state,
-        "param_groups": optimizer["param_groups"],
-        "optimizer_scalars": scalars,
-    }
-    return Saving(path, plain, tensors, rank, ranks, replaced)
+    of_optimizer = {"param_groups": optimizer["param_groups"], "optimizer_scalars": scalars}
+    return Saving(path, {**content, **of_optimizer}, tensors, rank, ranks, replaced)
 
 
 def read(path: Path) -> dict[str, Any]:

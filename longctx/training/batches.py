@@ -143,20 +143,16 @@ class MicroBatch:
         # Weight of each target token in the loss of the optimizer step: () float32.
         self.weight = 1.0 / torch.tensor(float(max(scored, 1)))
 
-    def each(self, function: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """Return a copy with `function` applied to every tensor."""
-        moved, mask = copy(self), vars(self.mask).items()
-        for name, x in vars(self).items():
-            if isinstance(x, Tensor):
-                setattr(moved, name, function(x))
-        tensors: dict[str, Any] = {name: function(x) for name, x in mask if isinstance(x, Tensor)}
-        moved.mask = replace(self.mask, **tensors)
-        return moved
-
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy on `device`; a GPU makes it from page-locked memory while it computes."""
-        on_gpu = device.type == "cuda"
-        return self.each(lambda x: (x.pin_memory() if on_gpu else x).to(device, non_blocking=True))
+        moved, mask = copy(self), dict[str, Any]()
+        for source, target in ((self, vars(moved)), (self.mask, mask)):
+            for name, x in vars(source).items():
+                if isinstance(x, Tensor):
+                    held = x.pin_memory() if device.type == "cuda" else x
+                    target[name] = held.to(device, non_blocking=True)
+        moved.mask = replace(self.mask, **mask)
+        return moved
 
 
 def micro_batch(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
@@ -41,7 +42,7 @@ class StaticBatch:
     """A micro-batch at fixed addresses, filled from others of its shape."""
 
     def __init__(self, like: MicroBatch) -> None:
-        self.micro = like.each(torch.empty_like)
+        self.micro = deepcopy(like)
         # Offsets and lengths of documents change in number: backends that read them are refused
         self.micro.mask = Mask("documents", like.mask.window, doc_ids=self.micro.mask.doc_ids)
 
@@ -76,8 +77,8 @@ class StepGraphs(StepParts):
         # By whether a micro-batch is the first of its step: forward, backward, and its loss, which
         # each replay writes
         self.passes: dict[bool, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph, Tensor]] = {}
-        self.clipping: torch.cuda.CUDAGraph | None = None  # writes the module's `grad_norm`
-        self.factor: Tensor | None = None  # it writes, too: AdamW multiplies gradients by it
+        # Writes the module's `grad_norm`, and the factor of AdamW
+        self.clipping: torch.cuda.CUDAGraph | None = None
         self.updating: torch.cuda.CUDAGraph | None = None
         self.gradients: list[tuple[nn.Parameter, Tensor]] = []  # written by the graphs
         self.pool: Any = torch.cuda.graph_pool_handle()
@@ -112,14 +113,10 @@ class StepGraphs(StepParts):
     def clip(self) -> None:
         if not self.is_warm:
             return super().clip()
-        optimizer = self.optimizer if isinstance(self.optimizer, AdamW) else None
         if self.clipping is None:
             self.clipping, _ = self._capture(super().clip)
-            if optimizer is not None:
-                self.factor = optimizer.factor
-                self.captures_update = optimizer.can_capture_update()
-        if optimizer is not None:
-            optimizer.factor = self.factor
+            if isinstance(self.optimizer, AdamW):
+                self.captures_update = self.optimizer.can_capture_update()
         return self.clipping.replay()
 
     def update(self) -> None:

@@ -44,7 +44,7 @@ from longctx.training.batches import MicroBatch, read_ahead
 from longctx.training.memory import measured
 from longctx.training.run import Run, run_of, scheduled
 from longctx.training.train_step import TrainState, optimizer_step
-from longctx.training.validation import validation_losses
+from longctx.training.validation import scoring
 
 OUT_OF_MEMORY = "out of memory"
 PROBES = 3
@@ -148,7 +148,8 @@ def dry_run(
                 laps.begin()
             # The loss of answers alone, without gradient, takes less than a step
             if validate and run.config.objective.traits.losses is not None:
-                validation_losses(state.module, batch[0].to(parallel.device), parallel)
+                with scoring(state.module, parallel):
+                    state.module.validation_step(batch[0].to(parallel.device))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -21,7 +21,7 @@ from longctx.training.callbacks import Callback, Callbacks, EarlyStopping, Parts
 from longctx.training.run import Run
 from longctx.training.run_log import RunLog
 from longctx.training.saver import Saver
-from longctx.training.throughput import Meter, StepSplit
+from longctx.training.throughput import Meter
 from longctx.training.train_step import TrainState, optimizer_step, require_finite
 from longctx.training.validation import validate
 from longctx.untrusted import opened
@@ -105,7 +105,6 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stops: Stops, saver: Saver) 
         log.record(row)
         require_finite("validation loss", row.get("val_loss", 0.0), step, run)
 
-    saver.begin(state, data.fingerprint)
     log.bar.start()
     batches = step_batches(run, sequences, parallel)  # its workers read while the model validates
     if not run.steps_done:
@@ -114,9 +113,8 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stops: Stops, saver: Saver) 
     meter.begin()
     for step, batch in zip(range(run.steps_done + 1, run.max_steps + 1), batches, strict=False):
         # Forward and backward, clipping, update, learning rate
-        meter.batch_arrived()
-        split = StepSplit(parallel.device, measures=run.logs(step))
-        loss = optimizer_step(state, batch, parallel, split.mark)
+        meter.batch_arrived(measures=run.logs(step))
+        loss = optimizer_step(state, batch, parallel, meter.mark)
         meter.add(batch, loss, state.module.taken_figures())
         log.stepped(step)
         # Libraries and compiled code live on. Looking through them takes a collection 0.2 to 0.4 s,
@@ -128,7 +126,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stops: Stops, saver: Saver) 
 
         # Log
         if run.logs(step):
-            row = {"step": step} | meter.row(state.module.grad_norm) | split.row()
+            row = {"step": step} | meter.row(state.module.grad_norm)
             row |= state.module.model.figures()
             row["memory_predicted_gib"] = predicted
             row["lr"] = run.schedule.rate(step - 1)
@@ -149,14 +147,14 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stops: Stops, saver: Saver) 
         # Save, stop
         stopped = stops.after(step - run.steps_done, waits_anyway=run.logs(step))
         ends = any([last, stopped, *callbacks.each("ends")])
-        is_best = step == early_stopping.kept_step
-        if ends or is_best or step % run.config.checkpoint_every == 0:
+        best = early_stopping.kept_step
+        if ends or step == best or step % run.config.checkpoint_every == 0:
             require_finite("gradient norm", float(state.module.grad_norm), step, run)
             with meter.set_aside():
                 state.require_finite(step, parallel)
                 content = {name: part.state() for name, part in stateful.items()}
                 content["objective"] = prepared
-                saver.save(content, step, ends, early_stopping.kept_step)
+                saver.save(state, content, data.fingerprint, step, ends, best)
         if ends:
             break
         meter.waits()

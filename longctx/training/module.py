@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,6 @@ def clip_gradients(optimizer: Optimizer, max_norm: float | None) -> Tensor:
     """Clip the global norm of the gradients to `max_norm` (arXiv 1211.5063); return the norm
     before, on the device.
     """
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # inside Fabric's wrapper
     parameters = [
         p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
     ]
@@ -124,37 +124,26 @@ class TrainingModule(pl.LightningModule):
         figures, self.figures = self.figures, None
         return figures
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
+    def configure_gradient_clipping(self, optimizer: Optimizer, *_: Any, **of_trainer: Any) -> None:
         """Clip the global norm of the gradients to `clip`, and keep what it was."""
         self.grad_norm = clip_gradients(optimizer, self.run.config.clip)
 
     def validation_step(self, batch: MicroBatch, batch_idx: int = 0) -> Tensor:
         """Return the (B, T) loss of each target, 0 if it is not scored."""
         assert self.objective.losses is not None
-        with torch.no_grad():
-            return self.objective.losses(self.model, batch)
-
-    def transfer_batch_to_device(
-        self, batch: MicroBatch, device: torch.device, dataloader_idx: int
-    ) -> MicroBatch:
-        return batch.to(device)
+        return self.objective.losses(self.model, batch)
 
 
+@dataclass
 class StepParts:
     """The parts of a step in their order, with kernels launched one by one; `prepared` is `module`
     with its strategy.
     """
 
-    def __init__(
-        self, module: TrainingModule, prepared: Any, optimizer: Optimizer, parallel: Parallel
-    ) -> None:
-        self.module, self.prepared = module, prepared
-        self.optimizer, self.parallel = optimizer, parallel
+    module: TrainingModule
+    prepared: Any
+    optimizer: Optimizer
+    parallel: Parallel
 
     def forward_backward(self, micro: MicroBatch, first: bool, last: bool, mark: Mark) -> Tensor:
         """Add the gradients of `micro` to those of the step; return its loss, which the next call

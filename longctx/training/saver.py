@@ -8,8 +8,8 @@ checkpoint. One checkpoint is written at a time, and a failure is raised at the 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from rich.filesize import decimal
@@ -29,13 +29,10 @@ from longctx.training.train_step import TrainState
 
 
 class Saver:
-    """Saves a run, from `begin` on: each rank its share of the state, or rank 0 all of it.
+    """Saves a run: each rank its share of the state, or rank 0 all of it.
 
     If its block raises, the checkpoint under way is completed, unless the cause is a signal.
     """
-
-    state: TrainState
-    fingerprint: str  # of the data
 
     def __init__(self, run: Run, parallel: Parallel, log: RunLog) -> None:
         self.run, self.parallel, self.log = run, parallel, log
@@ -43,9 +40,7 @@ class Saver:
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.memory: list[Tensor] = []  # on the host, for a copy of each file
         self.no_copy = ""  # why there is no memory for it
-        self.step = 0  # of the newest checkpoint
-        self.is_under_way = False  # on all ranks, until `finish`
-        self.saving: Saving | None = None  # this rank's share of it, until it is logged
+        self.saving: Saving | None = None  # this rank's share of the newest, until it is logged
         self.warning: str | None = None  # the last one that was logged
 
     def __enter__(self) -> Saver:
@@ -64,29 +59,36 @@ class Saver:
             if str(problem) != str(error):  # else the command ends with it
                 self.log.say(str(problem))
 
-    def begin(self, state: TrainState, fingerprint: str) -> None:
-        """Set what is to be saved: `state`, and which data it was trained on."""
-        self.state, self.fingerprint = state, fingerprint
-
     def save(
-        self, content: Mapping[str, object], step: int, last: bool, best_step: int = 0
+        self, state: TrainState, plain: dict[str, Any], data: str, step: int, last: bool, best: int
     ) -> None:
-        """Begin to write the checkpoint after `step`, with `content` next to the weights and the
-        optimizer's state; all ranks call it. Raises OSError if it, or the one before, cannot be
-        written. Older ones are deleted, except that of `best_step`.
+        """Begin to write the checkpoint after `step`: weights and optimizer of `state`, with
+        `plain` values and the fingerprint of the `data`; all ranks call it. Raises OSError if it,
+        or the one before, cannot be written. Older ones are deleted, except that of step `best`.
 
         After the `last` one, which `finish` waits for, the state must not change any more.
         """
         # The disk then holds one checkpoint more than are kept, never two
         self.finish()
-        self.step, has_copy = step, True
+        run, has_copy = self.run, True
         if self.is_sharded or self.parallel.is_first:
-            content = {"steps_done": step, **content, "random": checkpoints.random_state()}
-            saving = self._saving(content, best_step)
+            about = {"config": run.settings(), "data": data, "world_size": self.parallel.ranks}
+            about["kernel_lock"] = run.kernel_lock
+            content = {"longctx": about, "steps_done": step, **plain}
+            content["random"] = checkpoints.random_state()
+            keep = run.config.keep_checkpoints
+            saving = checkpoints.saving(
+                run_folder.checkpoint_path(run.folder, step),
+                content,
+                sharding.parts(state.module),
+                state.optimizer.state_dict(),
+                sharding.trained_names(state.module, state.optimizer),
+                *((self.parallel.rank, self.parallel.ranks) if self.is_sharded else (0, 1)),
+                replaced=lambda: checkpoints.tidy(run.folder, step, keep, best),
+            )
             has_copy = self._has_copy(saving, last)
             saving.begin(self.thread, self.memory if has_copy else None)
             self.saving = saving
-        self.is_under_way = True
         if not last and not all(self.parallel.all_gather_objects(has_copy)):
             self.finish()
 
@@ -99,13 +101,11 @@ class Saver:
         """Wait until the checkpoint under way is on disk; all ranks call it. OSError if it cannot
         be written.
         """
-        if self.is_under_way:
-            # Rank 0 waits in a collective, which times out if another rank is stopped
-            for is_turn in (not self.parallel.is_first, self.parallel.is_first):
-                if is_turn and self.saving is not None:
-                    self._written(self.saving)
-                self.parallel.fabric.barrier()
-            self.is_under_way = False
+        # Rank 0 waits in a collective, which times out if another rank is stopped
+        for is_turn in (not self.parallel.is_first, self.parallel.is_first):
+            if is_turn and self.saving is not None:
+                self._written(self.saving)
+            self.parallel.fabric.barrier()
 
     def _written(self, saving: Saving) -> None:
         """Wait until the files of this rank are written, and on rank 0 the folder is whole, which
@@ -114,33 +114,11 @@ class Saver:
         saving.written.result()
         self.saving = None
         if saving.bytes:
-            size = decimal(saving.bytes)
-            self.log.say(f"saved      after step {self.step:,}, {size} in {saving.seconds:.1f} s")
+            saved = f"step {run_folder.step_of(saving.path):,}, {decimal(saving.bytes)}"
+            self.log.say(f"saved      after {saved} in {saving.seconds:.1f} s")
         if saving.warning not in (None, self.warning):
             self.log.say(f"warning: {saving.warning}")
             self.warning = saving.warning
-
-    def _saving(self, content: dict[str, object], best_step: int) -> Saving:
-        run, state, optimizer = self.run, self.state, self.state.optimizer
-        about = {
-            "config": run.settings(),
-            "data": self.fingerprint,
-            "world_size": self.parallel.ranks,
-            "kernel_lock": run.kernel_lock,
-        }
-        rank, ranks = (self.parallel.rank, self.parallel.ranks) if self.is_sharded else (0, 1)
-        step, keep = self.step, run.config.keep_checkpoints
-        return checkpoints.saving(
-            run_folder.checkpoint_path(run.folder, step),
-            about,
-            content,
-            sharding.parts(state.module),
-            optimizer.state_dict(),
-            sharding.trained_names(state.module, optimizer),
-            rank,
-            ranks,
-            replaced=lambda: checkpoints.tidy(run.folder, step, keep, best_step),
-        )
 
     def _has_copy(self, saving: Saving, last: bool) -> bool:
         """Return True if this rank has memory for the copy; the last checkpoint gets no new memory.

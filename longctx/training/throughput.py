@@ -8,7 +8,6 @@ count. A chip that is not in the table gets no MFU, not a guess.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.attention.communication import elapsed_ms, now
+from longctx.attention.communication import Moment, elapsed_ms, now
 from longctx.parallel.mesh import Parallel
 from longctx.spec import hardware
 from longctx.spec.step import Workload
@@ -37,13 +36,14 @@ class Meter:
     ) -> None:
         self.workload, self.parallel = workload, parallel
         self.names = figures  # of the objective
-        self.device = parallel.device
+        self.device, self.on_gpu = parallel.device, parallel.device.type == "cuda"
+        self.marks: list[tuple[str, Moment]] = []  # the ends of the parts of a measured step
         self.tokens_seen = 0  # over all ranks, since the run began, padding left out
         # Of training before this process, if the run was resumed, maybe on other devices
         self.seconds = self.device_seconds = 0.0
         self.spent = 0.0  # seconds of the window before this process
         self.flops_of_device: float | None = None  # peak per second
-        if self.device.type == "cuda":
+        if self.on_gpu:
             name = torch.cuda.get_device_name(self.device)
             self.flops_of_device = hardware.chip(name, 0).flops
         self._begin_window(0.0)
@@ -72,9 +72,15 @@ class Meter:
         """Note that a step has ended, and the next batch is awaited."""
         self.idle_since = time.perf_counter()
 
-    def batch_arrived(self) -> None:
-        """Note that the batch of the next step is here."""
+    def batch_arrived(self, measures: bool) -> None:
+        """Note that the batch of the next step is here; its parts are timed if it `measures`."""
         self.waited += time.perf_counter() - self.idle_since
+        self.marks = [("", now(self.on_gpu))] if measures else []
+
+    def mark(self, part: str) -> None:
+        """End `part` ("forward", "backward", "optimizer") of a measured step; the next begins."""
+        if self.marks:
+            self.marks.append((part, now(self.on_gpu)))
 
     def add(self, batch: list[MicroBatch], loss: Tensor, figures: Tensor | None = None) -> None:
         """Count one optimizer step; `loss` is the sum over its target tokens on this rank, and
@@ -132,6 +138,9 @@ class Meter:
             waits = self.parallel.all_reduce_sum(waits.double()) / self.parallel.ranks
             row["communication_ms"] = 1000 * float(waits) / max(here, 1)
         row |= measured(self.device) | self.times(ended)
+        # Of the last step: each part over its micro-batches. The sums have waited for its events
+        for (_, begin), (part, end) in pairwise(self.marks):
+            row[f"{part}_ms"] = row.get(f"{part}_ms", 0.0) + elapsed_ms(begin, end)
         self._begin_window(ended)
         return row
 
@@ -184,27 +193,3 @@ def means(names: tuple[str, ...], sums_and_counts: list[float]) -> dict[str, flo
     if "rewards/margins" not in row and {"rewards/chosen", "rewards/rejected"} <= row.keys():
         row["rewards/margins"] = row["rewards/chosen"] - row["rewards/rejected"]
     return row
-
-
-class StepSplit:
-    """Split a step into its parts, if it `measures`."""
-
-    def __init__(self, device: torch.device, measures: bool) -> None:
-        self.on_gpu = device.type == "cuda"
-        self.marks = [("", now(self.on_gpu))] if measures else []  # the ends of parts
-
-    def mark(self, part: str) -> None:
-        """End `part` ("forward", "backward", "optimizer"); the next one begins."""
-        if self.marks:
-            self.marks.append((part, now(self.on_gpu)))
-
-    def row(self) -> dict[str, float]:
-        """Return `<part>_ms` of the step, summed over its micro-batches; {} if it was not measured.
-        Waits for the device.
-        """
-        if self.marks and self.on_gpu:
-            torch.cuda.synchronize()
-        row = Counter[str]()
-        for (_, begin), (part, end) in pairwise(self.marks):
-            row[f"{part}_ms"] += elapsed_ms(begin, end)  # type: ignore[assignment]
-        return dict(row)

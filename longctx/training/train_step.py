@@ -40,7 +40,6 @@ def optimizer_step(
     parts.update()
     parts.zero_grad()
     state.scheduler.step()
-    state.steps_done += 1
     mark("optimizer")
     return total
 
@@ -49,7 +48,7 @@ class TrainState:
     """The state that a step changes: weights, optimizer, learning rate."""
 
     def __init__(self, run: Run, parallel: Parallel) -> None:
-        self.run, self.steps_done = run, run.steps_done
+        self.run = run
         self.module = TrainingModule(run, parallel.shard)
         with parallel.fabric.init_module():
             self.module.configure_model()
@@ -64,14 +63,10 @@ class TrainState:
         """Return this rank's part of every weight and moment, by a name for messages."""
         sharding.reshard(self.module)
         tensors: dict[str, Any] = dict(self.module.named_parameters())
-        names = sharding.trained_names(self.module, self.optimizer)
-        for number, values in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"{key} of {names[number]}": value for key, value in values.items()}
-        return {
-            name: sharding.local(tensor)
-            for name, tensor in tensors.items()
-            if isinstance(tensor, Tensor)
-        }
+        for name, weight in self.module.named_parameters():
+            state = self.optimizer.state.get(weight, {})
+            tensors |= {f"{key} of {name}": value for key, value in state.items()}
+        return {name: sharding.local(x) for name, x in tensors.items() if isinstance(x, Tensor)}
 
     def require_finite(self, step: int, parallel: Parallel) -> None:
         """Raise FloatingPointError, on every rank, if a weight or moment of any rank is not finite.

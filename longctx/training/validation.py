@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from longctx.data import Data
 from longctx.data.sequences import IGNORED
 from longctx.parallel.mesh import Parallel
 from longctx.runs.metrics import BY_POSITION
-from longctx.training.batches import MicroBatch, validation_batches
+from longctx.training.batches import validation_batches
 from longctx.training.cuda_graphs import ForwardGraph
 from longctx.training.positions import LossByPosition, error_of_ratio
 from longctx.training.run import Run
@@ -34,13 +33,11 @@ def validate(module: nn.Module, data: Data, run: Run, parallel: Parallel) -> dic
     totals = torch.zeros(2, dtype=torch.float64, device=parallel.device)  # nats, targets
     positions, sequences = LossByPosition(), list[tuple[float, float]]()
     # Small batches wait for the host unless their kernels are launched as a graph
-    losses_of: Callable[[MicroBatch], Tensor] = partial(
-        validation_losses, module, parallel=parallel
-    )
-    if run.workload.captured:
-        losses_of = ForwardGraph(losses_of)
+    step: Any = module.validation_step
+    losses_of = ForwardGraph(step) if run.workload.captured else step
     for micro in validation_batches(run, data, parallel):
-        losses = losses_of(micro.to(parallel.device)).double()
+        with scoring(module, parallel):
+            losses = losses_of(micro.to(parallel.device)).double()
         if not micro.scored:
             continue
         totals[0] += losses.sum()
@@ -82,13 +79,6 @@ def validated_by_loss(module: Any, data: Data, run: Run, parallel: Parallel) -> 
         return {}
     averages = {f"val_{key}": mean for key, mean in means(objective.figures, figures).items()}
     return objective.metrics(total / scored) | averages
-
-
-def validation_losses(module: Any, micro: MicroBatch, parallel: Parallel) -> Tensor:
-    """Return the (B, T) loss of each target, 0 if not scored."""
-    with scoring(module, parallel):
-        losses: Tensor = module.validation_step(micro)
-    return losses
 
 
 @contextmanager

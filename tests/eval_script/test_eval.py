@@ -70,8 +70,8 @@ def test_numbers_that_are_not_finite_are_null(run, evaluate, tmp_path):
     weights = {name: x[:] for name, x in checkpoint["state_dict"].items()}
     weights["model.embed.weight"][:, 3] = math.inf
     tensors = {name: alone(x) for name, x in weights.items()}
-    state = {"random": checkpoint["random"]}
-    write(checkpoints.saving(path, checkpoint["longctx"], state, tensors))
+    content = {name: checkpoint[name] for name in ("longctx", "random")}
+    write(checkpoints.saving(path, content, tensors))
     try:
         result, _ = evaluate("documents=3")
     finally:

@@ -39,8 +39,7 @@ def save(weights: dict[str, torch.Tensor], config: dict[str, Any], path: Path) -
     """Write a checkpoint of `weights` alone."""
     tensors = {name: alone(x) for name, x in weights.items()}
     state = {"random": checkpoints.random_state(), "steps_done": 7}
-    about = {"config": config}
-    write(checkpoints.saving(path, about, state, tensors))
+    write(checkpoints.saving(path, {"longctx": {"config": config}, **state}, tensors))
 
 
 @pytest.mark.parametrize(

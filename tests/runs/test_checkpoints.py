@@ -39,9 +39,9 @@ def save(path: Path) -> None:
         moments = [2 * weights[name].part for name in trained]
         states = {n: {"step": step, "exp_avg": moment} for n, moment in enumerate(moments)}
         optimizer = {"state": states, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
-        content = {"steps_done": 4, "meter": {"loss": 1.5}, "random": random}
-        metadata = {"config": {}, "data": "x"}
-        write(checkpoints.saving(path, metadata, content, weights, optimizer, trained, rank, RANKS))
+        about = {"config": {}, "data": "x"}
+        content = {"longctx": about, "steps_done": 4, "meter": {"loss": 1.5}, "random": random}
+        write(checkpoints.saving(path, content, weights, optimizer, trained, rank, RANKS))
 
     on_all_ranks(write_share)
 
@@ -158,7 +158,7 @@ def test_a_foreign_checkpoint_is_refused(tmp_path):
             open_model(str(path))
     path.unlink()
     state = {"random": checkpoints.random_state()}
-    write(checkpoints.saving(path, {}, state, {"x": alone(torch.zeros(3))}))
+    write(checkpoints.saving(path, {"longctx": {}} | state, {"x": alone(torch.zeros(3))}))
     rewrite(path, lambda content: content.update(format=2))
     with pytest.raises(ValueError, match="written in format 2"):
         open_model(str(path))

@@ -122,7 +122,8 @@ def step_of(run: Run, parallel: Parallel, rows: list[Sequence]) -> Result:
         with torch.no_grad():
             for p in state.module.parameters():
                 sharding.local(p).copy_(sharding.local(p).bfloat16())
-    losses = state.module.validation_step(micro_batch(rows[:1]))
+    with torch.no_grad():
+        losses = state.module.validation_step(micro_batch(rows[:1]))
     mine = rows[parallel.data_rank :: parallel.data_ranks]
     return context_check.result(state, mine, parallel) | {"validation": losses}
 

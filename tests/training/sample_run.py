@@ -95,7 +95,7 @@ def replace_newest(content: dict[str, Any], folder: Path) -> None:
     path = run_folder.checkpoints(folder)[-1]
     plain = dict(content)
     weights, (optimizer,) = plain.pop("state_dict"), plain.pop("optimizer_states")
-    saving = checkpoints.saving(path, plain.pop("longctx"), plain, {})
+    saving = checkpoints.saving(path, plain, {})
     saving.metadata["param_groups"] = optimizer["param_groups"]
     tensors = dict(weights)
     for number, values in optimizer["state"].items():

@@ -32,7 +32,7 @@ def spike(monkeypatch: pytest.MonkeyPatch) -> None:
     step_of_run = loop.optimizer_step
 
     def spiking(state: Any, *rest: Any) -> torch.Tensor:
-        return (10 if state.steps_done == 11 else 1) * step_of_run(state, *rest)
+        return (10 if state.scheduler.last_epoch == 11 else 1) * step_of_run(state, *rest)
 
     monkeypatch.setattr(loop, "optimizer_step", spiking)
 

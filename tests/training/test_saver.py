@@ -135,7 +135,7 @@ def test_a_deleted_folder_of_a_run_stays_deleted(overrides, tmp_path, monkeypatc
     folder, step_of_run = tmp_path / "runs" / "r", loop.optimizer_step
 
     def deleting(state: Any, *arguments: Any) -> Any:
-        if state.steps_done == 1:
+        if state.scheduler.last_epoch == 1:
             shutil.rmtree(folder)
             os.kill(os.getpid(), signal.SIGTERM)  # which saves first
         return step_of_run(state, *arguments)
@@ -153,7 +153,7 @@ def test_a_run_that_fails_completes_the_checkpoint(
     step_of_run = loop.optimizer_step
 
     def failing(state: Any, *arguments: Any) -> Any:
-        if state.steps_done == 4:
+        if state.scheduler.last_epoch == 4:
             raise FloatingPointError("the loss is nan")
         return step_of_run(state, *arguments)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import adamw as functional
 
-from longctx.kernels import HAS_TRITON
+from longctx import kernels
 from longctx.model.offload import pinned
 from longctx.parallel.sharding import local
 from longctx.spec.step import SLICE
@@ -35,16 +35,13 @@ def groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str
     """Return the parameter groups: decayed matrices, undecayed vectors; none that is empty."""
     matrices = [p for p in parameters if p.ndim >= 2]
     vectors = [p for p in parameters if p.ndim < 2]
-    both: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return [group for group in both if group["params"]]
+    both = ((matrices, weight_decay), (vectors, 0.0))
+    return [{"params": group, "weight_decay": decay} for group, decay in both if group]
 
 
 def by_kernel(p: Tensor) -> bool:
     """Return True if our kernel updates p; it reads moments of any dtype."""
-    return p.is_cuda and p.dtype == torch.float32 and HAS_TRITON
+    return p.is_cuda and p.dtype == torch.float32 and kernels.HAS_TRITON
 
 
 @contextmanager
@@ -71,7 +68,7 @@ class AdamW(torch.optim.AdamW):
         beta1, beta2 = run.config.betas
         super().__init__(groups, lr=run.lr, betas=(beta1, beta2))
         self.stored = run.workload.memory.optimizer_state or "fp32"
-        # The next step multiplies gradients by it, on their device: see clip_gradients
+        # Steps multiply gradients by it, on their device, see clip_gradients: each step has its own
         self.factor: Tensor | None = None
         # First parameter of a group → the tensor that the kernel reads in a step, and its values
         self._rates: dict[Tensor, tuple[Tensor, tuple[float, ...]]] = {}
@@ -88,7 +85,6 @@ class AdamW(torch.optim.AdamW):
                 loss = closure()
         self.count_step()
         self.update()
-        self.factor = None
         return loss
 
     def count_step(self) -> None:
@@ -115,20 +111,16 @@ class AdamW(torch.optim.AdamW):
 
     def _update_group(self, group: dict[str, Any]) -> None:
         for p in group["params"]:
-            if p.grad is not None:
-                self._update(local(p), local(p.grad).reshape(-1), self.state[p], group)
-
-    def _update(
-        self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        step = int(state["step"])
-        dtype = state[MOMENTS[0]].dtype if by_kernel(p) else torch.float32
-        # In slices: a whole embedding's moments from the host would take 4 GiB in 8b
-        for start in range(0, p.numel(), SLICE):
-            at = slice(start, start + SLICE)
-            stored = [state[name].view(-1)[at] for name in MOMENTS]
-            with fetched(stored, p.device, dtype) as (m, v):
-                self._change(p.view(-1)[at], grad[at], m, v, step, group)
+            if p.grad is None:
+                continue
+            weight, grad, step = local(p).view(-1), local(p.grad).reshape(-1), self.state[p]["step"]
+            moments = [self.state[p][name].view(-1) for name in MOMENTS]
+            dtype = moments[0].dtype if by_kernel(weight) else torch.float32
+            # In slices: a whole embedding's moments from the host would take 4 GiB in 8b
+            for start in range(0, len(weight), SLICE):
+                at = slice(start, start + SLICE)
+                with fetched([x[at] for x in moments], weight.device, dtype) as (m, v):
+                    self._change(weight[at], grad[at], m, v, int(step), group)
 
     def _change(
         self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, group: dict[str, Any]
@@ -136,10 +128,8 @@ class AdamW(torch.optim.AdamW):
         """Update p (N,) and its moments m and v (N,)."""
         beta1, beta2 = group["betas"]
         if by_kernel(p):
-            from longctx.kernels import adamw_update  # needs Triton
-
-            rates = self._rates_at(step, group)
-            adamw_update.adamw_(p, grad, m, v, self.factor, rates, group["betas"], group["eps"])
+            update, rates = kernels.adamw_update.adamw_, self._rates_at(step, group)
+            update(p, grad, m, v, self.factor, rates, (beta1, beta2), group["eps"])
             return
         if self.factor is not None:
             grad.mul_(self.factor)
@@ -159,10 +149,8 @@ class AdamW(torch.optim.AdamW):
 
     def _rates_at(self, step: int, group: dict[str, Any]) -> Tensor:
         """Return the (3,) tensor of `group` with the numbers of `step`, always the same tensor."""
-        from longctx.kernels import adamw_update  # needs Triton
-
-        first = group["params"][0]
-        values = adamw_update.rates_of(step, group["lr"], group["betas"], group["weight_decay"])
+        first, rates_of = group["params"][0], kernels.adamw_update.rates_of
+        values = rates_of(step, group["lr"], group["betas"], group["weight_decay"])
         if first not in self._rates:
             self._rates[first] = torch.empty(3, device=first.device), ()
         rates, written = self._rates[first]
