@@ -45,9 +45,7 @@ class DataDiffers(ValueError):
 
 
 def data_config(config: TrainConfig) -> DataConfig:
-    """Return the sources of documents and tokenizer; a resumed run that began with init= has the
-    tokenizer in its own folder.
-    """
+    """Return data and tokenizer; a resumed run that began with init= has its tokenizer itself."""
     data = replace(config.data, preferences=config.objective.traits.data)
     if config.init is None or config.resume is None:
         return data
@@ -96,15 +94,13 @@ class Sequences:
         self.dataset: Dataset = datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
 
     def order(self, rank: int, steps_done: int) -> Iterator[list[int]]:
-        """Yield the numbers of each step's sequences on data rank `rank`, from step `steps_done`
-        on.
-        """
+        """Yield the numbers of a data rank's sequences for each step after `steps_done`."""
         seed, workload, offset = self.run.config.seed, self.run.workload, 0
         for stage in self.stages:
             # A stage that is done has no steps left
             steps = range(max(steps_done, stage.first), stage.last)
-            consumed = max(0, steps_done - stage.first) * self.per_step(stage)
-            numbers = iter(stage.data.order(seed, rank, workload.data_ranks, consumed))
+            taken = self.taken(stage, steps_done)
+            numbers = iter(stage.data.order(seed, rank, workload.data_ranks, taken))
             for _ in steps:
                 step = islice(numbers, stage.batch_size * workload.accumulate)
                 yield [offset + number for number in step]
@@ -113,16 +109,12 @@ class Sequences:
 
     def epoch(self, step: int) -> float:
         """Return how often the data has been seen after `step` steps."""
-        return sum(
-            max(0, min(step, stage.last) - stage.first)
-            * self.per_step(stage)
-            / len(stage.data.train)
-            for stage in self.stages
-        )
+        return sum(self.taken(stage, step) / len(stage.data.train) for stage in self.stages)
 
-    def per_step(self, stage: Stage) -> int:
-        """Return the sequences of a step over all micro-batches and devices."""
-        return stage.batch_size * self.run.workload.accumulate * self.run.workload.data_ranks
+    def taken(self, stage: Stage, step: int) -> int:
+        """Return the sequences of `stage` that all ranks have taken after `step` steps."""
+        steps, workload = max(0, min(step, stage.last) - stage.first), self.run.workload
+        return steps * stage.batch_size * workload.accumulate * workload.data_ranks
 
 
 class MicroBatch:
@@ -178,12 +170,6 @@ def micro_batch(
     return MicroBatch(tokens, targets, mask, int((targets != IGNORED).sum()), real, pairs)
 
 
-def step_batches(run: Run, sequences: Sequences, parallel: Parallel) -> Iterator[list[MicroBatch]]:
-    """Return the batches of this rank, from the next step on, read ahead by worker processes."""
-    order = sequences.order(parallel.data_rank, run.steps_done)
-    return read_ahead(run, sequences.dataset, order, run.config.workers)
-
-
 def read_ahead(
     run: Run, dataset: Dataset[dict[str, Tensor]], order: Iterable[list[int]], workers: int
 ) -> Iterator[list[MicroBatch]]:
@@ -229,9 +215,7 @@ def collate_step(
 
 
 def lost_worker(error: BaseException) -> str | None:
-    """Return the line of torch's `error` that names a lost data worker by its PID; None if the
-    error is another. It may be raised anywhere in the main thread.
-    """
+    """Return the line of torch's `error` that names a lost worker by its PID, None for others."""
     line = str(error).partition("\n")[0]
     return line.rstrip(". ") if line.startswith("DataLoader ") else None
 

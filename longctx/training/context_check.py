@@ -129,9 +129,7 @@ def result(state: TrainState, sequences: list[Sequence], parallel: Parallel) -> 
 
 
 def differences(ours: Result, theirs: Result, parallel: Parallel) -> dict[str, float]:
-    """Return by name the largest difference of any rank, relative to the largest value; infinite if
-    a value is NaN. `theirs` is of one rank.
-    """
+    """Return any rank's largest difference from `theirs`, by name, relative; infinite for NaN."""
     values = []
     for name, y in theirs.items():
         largest = y.abs().max().clamp(min=torch.finfo(y.dtype).tiny)

@@ -46,14 +46,13 @@ class StaticBatch:
         # Offsets and lengths of documents change in number: backends that read them are refused
         self.micro.mask = Mask("documents", like.mask.window, doc_ids=self.micro.mask.doc_ids)
 
-    def fits(self, micro: MicroBatch) -> bool:
-        """Return True if `micro` has the same shape."""
-        return micro.tokens.shape == self.micro.tokens.shape
-
-    def fill(self, micro: MicroBatch) -> None:
-        """Copy the tensors of `micro`; wait for nothing."""
+    def fill(self, micro: MicroBatch) -> bool:
+        """Copy the tensors of `micro`, wait for nothing; return False if their shape is another."""
+        if micro.tokens.shape != self.micro.tokens.shape:
+            return False
         for target, source in zip(self._tensors(self.micro), self._tensors(micro), strict=True):
             target.copy_(source, non_blocking=True)
+        return True
 
     @staticmethod
     def _tensors(micro: MicroBatch) -> list[Tensor]:
@@ -88,10 +87,9 @@ class StepGraphs(StepParts):
         """Do as without graphs, but write the gradients of the `first` micro-batch over the old
         ones.
         """
-        if self.inputs is None or not self.inputs.fits(micro):
+        if self.inputs is None or not self.inputs.fill(micro):
             self._begin()
             self.inputs = StaticBatch(micro)
-        self.inputs.fill(micro)
         if not self.is_warm:
             with uncached(self.parallel.device.type):
                 return super().forward_backward(self.inputs.micro, first, last, mark)
@@ -161,10 +159,9 @@ class ForwardGraph:
         if self.inputs is None:
             self.inputs = StaticBatch(micro)
             return self.function(micro)
-        if not self.inputs.fits(micro):  # the last rows of a data set: the graph's memory is theirs
+        if not self.inputs.fill(micro):  # the last rows of a data set: the graph's memory is theirs
             self.graph = self.result = None
             return self.function(micro)
-        self.inputs.fill(micro)
         if self.graph is None:
             batch, pool = self.inputs.micro, torch.cuda.graph_pool_handle()
             self.graph, self.result = capture(

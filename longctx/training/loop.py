@@ -16,7 +16,7 @@ from longctx.parallel.mesh import Parallel
 from longctx.runs import checkpoints
 from longctx.system import StopSignal
 from longctx.training import context_check, memory
-from longctx.training.batches import Sequences, shared_data, step_batches
+from longctx.training.batches import Sequences, read_ahead, shared_data
 from longctx.training.callbacks import Callback, Callbacks, EarlyStopping, Parts, Spikes
 from longctx.training.run import Run
 from longctx.training.run_log import RunLog
@@ -106,7 +106,9 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stops: Stops, saver: Saver) 
         require_finite("validation loss", row.get("val_loss", 0.0), step, run)
 
     log.bar.start()
-    batches = step_batches(run, sequences, parallel)  # its workers read while the model validates
+    # Its workers read while the model validates
+    order = sequences.order(parallel.data_rank, run.steps_done)
+    batches = read_ahead(run, sequences.dataset, order, run.config.workers)
     if not run.steps_done:
         validated(0)
     stops.begin()

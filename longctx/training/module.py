@@ -39,20 +39,16 @@ def learning_rate(optimizer: Optimizer, run: Run) -> LambdaLR:
 
 
 def clip_gradients(optimizer: Optimizer, max_norm: float | None) -> Tensor:
-    """Clip the global norm of the gradients to `max_norm` (arXiv 1211.5063); return the norm
-    before, on the device.
-    """
-    parameters = [
-        p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-    ]
-    norm = sharding.full(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+    """Clip the gradients to the norm `max_norm` (arXiv 1211.5063); return their norm before."""
+    weights = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = sharding.full(torch.nn.utils.get_total_norm([p.grad for p in weights]))
     if max_norm is None:
         return norm
     # Our optimizers multiply by the factor when they read the gradients anyway
     if isinstance(optimizer, AdamW):
         optimizer.factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     else:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(weights, max_norm, norm)
     return norm
 
 
@@ -104,11 +100,8 @@ class TrainingModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = optimizers.build(self.model, self.run)
-        scheduler = learning_rate(optimizer, self.run)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+        scheduler = {"scheduler": learning_rate(optimizer, self.run), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def training_step(self, batch: MicroBatch, batch_idx: int = 0) -> Tensor:
         """Return what a micro-batch adds to the loss of its optimizer step."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from longctx import files
+from longctx.files import one_line
 from longctx.model.offload import pinned
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
@@ -28,7 +30,7 @@ from longctx.training.run_log import RunLog
 from longctx.training.train_step import TrainState
 
 
-class Saver:
+class Saver(AbstractContextManager["Saver"]):
     """Saves a run: each rank its share of the state, or rank 0 all of it.
 
     If its block raises, the checkpoint under way is completed, unless the cause is a signal.
@@ -39,12 +41,9 @@ class Saver:
         self.is_sharded = parallel.strategy.shards_weights
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.memory: list[Tensor] = []  # on the host, for a copy of each file
-        self.no_copy = ""  # why there is no memory for it
+        self.has_memory = True  # for it
         self.saving: Saving | None = None  # this rank's share of the newest, until it is logged
         self.warning: str | None = None  # the last one that was logged
-
-    def __enter__(self) -> Saver:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
         self.thread.shutdown(wait=False)
@@ -72,8 +71,7 @@ class Saver:
         self.finish()
         run, has_copy = self.run, True
         if self.is_sharded or self.parallel.is_first:
-            about = {"config": run.settings(), "data": data, "world_size": self.parallel.ranks}
-            about["kernel_lock"] = run.kernel_lock
+            about = {"config": run.settings(), "data": data, "kernel_lock": run.kernel_lock}
             content = {"longctx": about, "steps_done": step, **plain}
             content["random"] = checkpoints.random_state()
             keep = run.config.keep_checkpoints
@@ -98,9 +96,7 @@ class Saver:
             self._written(self.saving)
 
     def finish(self) -> None:
-        """Wait until the checkpoint under way is on disk; all ranks call it. OSError if it cannot
-        be written.
-        """
+        """Wait, on all ranks, until a checkpoint under way is on disk; OSError if it cannot be."""
         # Rank 0 waits in a collective, which times out if another rank is stopped
         for is_turn in (not self.parallel.is_first, self.parallel.is_first):
             if is_turn and self.saving is not None:
@@ -108,9 +104,7 @@ class Saver:
             self.parallel.fabric.barrier()
 
     def _written(self, saving: Saving) -> None:
-        """Wait until the files of this rank are written, and on rank 0 the folder is whole, which
-        it logs.
-        """
+        """Wait for this rank's files, and on rank 0 for the whole folder, which it logs."""
         saving.written.result()
         self.saving = None
         if saving.bytes:
@@ -127,7 +121,7 @@ class Saver:
         sizes = [shard.size for shard in saving.shards]
         if [len(memory) for memory in self.memory] == sizes:
             return True
-        if last or self.no_copy:
+        if last or not self.has_memory:
             return False
         processes = self.parallel.launched.local_ranks if self.is_sharded else 1
         needed, free = processes * sum(sizes), hardware.available_memory()
@@ -141,7 +135,7 @@ class Saver:
                 for size in sizes
             ]
         except (MemoryError, RuntimeError) as error:
-            self.no_copy = " ".join(str(error).split())
-            copy = f"a copy to write from takes {needed / GIB:.1f} GiB of memory: {self.no_copy}"
+            self.has_memory = False
+            copy = f"a copy to write from takes {needed / GIB:.1f} GiB of memory: {one_line(error)}"
             self.log.say(f"saving     training waits for each checkpoint: {copy}")
-        return not self.no_copy
+        return self.has_memory

@@ -59,12 +59,11 @@ class Meter:
         # Target tokens, real tokens, all tokens, pairs; on the host
         self.counts = torch.zeros(4, dtype=torch.float64)
         self.waited = 0.0  # seconds for data
-        self.aside = 0.0  # seconds of validation and checkpoints
 
     def begin(self) -> None:
         """Start the clock of the next step."""
         self.started = self.idle_since = time.perf_counter()
-        self.window, self.aside = self.started - self.spent, 0.0
+        self.window = self.started - self.spent
         if self.parallel.clock is not None:
             self.parallel.clock.take()  # ranks have waited for weights and data before
 
@@ -100,7 +99,7 @@ class Meter:
         start, clock = time.perf_counter(), self.parallel.clock
         with nullcontext() if clock is None else clock.aside():
             yield
-        self.aside += time.perf_counter() - start
+        self.window += time.perf_counter() - start  # as if the window had begun later
 
     def row(self, grad_norm: Tensor) -> dict[str, Any]:
         """Return the measured part of a row of metrics.jsonl; waits for the device.
@@ -112,7 +111,7 @@ class Meter:
         # The sums wait for the device, so the clock is read after them
         (loss, *figures), (scored, real, everything, pairs) = self._over_ranks()
         ended = time.perf_counter()
-        elapsed = max(ended - self.window - self.aside, 1e-9)
+        elapsed = max(ended - self.window, 1e-9)
         self.tokens_seen += int(real)
         row: dict[str, Any] = {"tokens_seen": self.tokens_seen}
         if scored:
@@ -157,7 +156,7 @@ class Meter:
         return {
             "tokens_seen": self.tokens_seen,
             **self.times(ended),
-            "spent": ended - self.window - self.aside if self.steps else 0.0,
+            "spent": ended - self.window if self.steps else 0.0,
             "waited": self.waited,
             "steps": self.steps,
             "counts": [int(count) for count in counts],

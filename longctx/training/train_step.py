@@ -74,8 +74,7 @@ class TrainState:
         Such a state is never saved, so no checkpoint before it is deleted.
         """
         names = parallel.all_gather_objects(checkpoints.not_finite(self.tensors()))
-        name = next(filter(None, names), None)
-        if name is not None:
+        if name := next(filter(None, names), None):
             raise FloatingPointError(
                 f"{name} is not finite after step {step}, so that is not saved; "
                 f"{smaller_steps(self.run)}"

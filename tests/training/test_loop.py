@@ -16,12 +16,11 @@ import longctx
 import train
 from longctx import cli
 from longctx.data import DataConfig, load
-from longctx.parallel.mesh import Parallel
 from longctx.runs import checkpoints, run_folder
 from longctx.spec.hardware import Machine
 from longctx.system import StopSignal
 from longctx.training import resolve
-from longctx.training.batches import Sequences, micro_batch, step_batches
+from longctx.training.batches import Sequences, micro_batch, read_ahead
 from longctx.training.loop import Stops
 from longctx.training.module import TrainingModule
 from tests.training.sample_run import losses, steps, validations, weights
@@ -114,8 +113,8 @@ def test_loop_and_stock_trainer_give_the_same_losses(overrides, tmp_path):
     request = request._replace(config=replace(request.config, name="stock"))
     run = resolve.resolve(request, Machine(0, None, 2.0**40))
     assert run.data is not None
-    parallel = Parallel.of(run.config, "cpu")
-    batches = step_batches(run, Sequences(run, run.data), parallel)
+    sequences = Sequences(run, run.data)
+    batches = read_ahead(run, sequences.dataset, sequences.order(0, 0), 0)
     micro = [batch for step in itertools.islice(batches, 20) for batch in step]
 
     class Losses(pl.Callback):

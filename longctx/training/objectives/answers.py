@@ -56,8 +56,7 @@ def collate(sequences: Sequence[Mapping[str, Tensor]], windows: Windows = NO_WIN
     counts = [len(sequence["documents"]) for sequence in sequences]
     reference = None
     if "reference" in sequences[0]:
-        tables = [sequence["reference"] for sequence in sequences]
-        reference = pad_sequence(tables, batch_first=True).flatten(1)
+        reference = pad_sequence([x["reference"] for x in sequences], batch_first=True).flatten(1)
     batch.scored = sum(counts)
     batch.weight = 1.0 / torch.tensor(float(max(batch.scored, 1)))
     return AnswerBatch(batch, SIDES * max(counts), reference)
@@ -81,9 +80,8 @@ def answers(model: GPT, batch: AnswerBatch) -> LogP:
     assert batch.mask.doc_ids is not None
     # Padding has larger numbers than answers; what they share is dropped
     B, S = len(losses), batch.slots
-    slots = (
-        batch.mask.doc_ids.clamp(max=S) + (S + 1) * torch.arange(B, device=losses.device)[:, None]
-    )
+    first = (S + 1) * torch.arange(B, device=losses.device)[:, None]
+    slots = batch.mask.doc_ids.clamp(max=S) + first
     empty = losses.new_zeros(B * (S + 1))
     sums = empty.index_add(0, slots.flatten(), -losses.flatten())
     counts = empty.index_add(0, slots.flatten(), (batch.targets != IGNORED).to(losses).flatten())
@@ -145,9 +143,7 @@ def of_pairs(
 
 
 def kto(model: GPT, batch: AnswerBatch, keys: Any) -> Result:
-    """Return the loss of the labelled answers in `batch`, and the sums and counts of its
-    figures.
-    """
+    """Return the loss of labelled answers in `batch`, and the sums and counts of its figures."""
     reference, policy = reference_of(model, batch), answers(model, batch)
     ratio = policy.logp - reference
     good, bad, others = (policy.tokens[..., side] > 0 for side in (CHOSEN, REJECTED, UNRELATED))

@@ -45,7 +45,6 @@ def prepare(run: Run, data: Data, module: Any, parallel: Parallel) -> dict[str, 
         if parallel.is_first:
             with files.atomic(path) as partial:
                 partial.write_bytes(content)
-        found = hash_of(content)
     else:
         limit = HEADER + sum(4 * SIDES * len(part.store) for part in data.parts.values())
         problem = "not the log-probabilities of this run ({}); put its own file back"
@@ -53,12 +52,11 @@ def prepare(run: Run, data: Data, module: Any, parallel: Parallel) -> dict[str, 
             with untrusted.open_file(path, limit) as file:
                 content = file.read(limit)
             # This run has written no other file with this hash: its tables need no check
-            found = hash_of(content)
-            if found != checkpoints.read(run.checkpoint).get("objective"):
+            if hash_of(content) != checkpoints.read(run.checkpoint).get("objective"):
                 raise ValueError(f"{run.checkpoint.name} has another hash")
     for name, table in safetensors.numpy.load(content).items():
         data.parts[name].reference = table
-    return found
+    return hash_of(content)
 
 
 def hash_of(content: bytes) -> dict[str, Any]:

@@ -51,5 +51,4 @@ def build(model: nn.Module, run: Run) -> Optimizer:
     build_optimizer = OPTIMIZERS[name].build
     if build_optimizer is None:
         build_optimizer = importlib.import_module(f"{__name__}.{name}").build
-    optimizer: Optimizer = build_optimizer(model, run)
-    return optimizer
+    return build_optimizer(model, run)
