@@ -41,12 +41,11 @@ def read(path: Path) -> dict[str, Any]:
         if zlib.crc32(json.dumps(content).encode()) != written["crc32"]:
             raise ValueError("its checksum differs")
         slices = [part for tensor in content["tensors"].values() for part in tensor["rows"]]
-        unlisted = {file for file, _, _ in slices} - content["files"].keys()
+        # `verify` looks at listed files only, so no other may hold slices
+        if unlisted := {file for file, _, _ in slices} - content["files"].keys():
+            raise ValueError(f"{unlisted.pop()} is not listed")
     except Exception as error:  # anybody can write such a file
         raise Damaged(path, f"not a whole checkpoint: {INDEX} cannot be read ({error})") from error
-    # `verify` looks at listed files only, so no other may hold slices
-    if unlisted:
-        raise Damaged(path, f"not a whole checkpoint: {unlisted.pop()} is not listed")
     return content
 
 

@@ -15,6 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,44 +79,41 @@ def _shard(file: str, tensors: Mapping[str, Tensor]) -> CheckpointShard:
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
         placed[name], start, end = (end, tensor), end, end + tensor.nbytes
-        offsets = [start, end]
         dtype, shape = IN_FILES[tensor.dtype], list(tensor.shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return CheckpointShard(file, len(text).to_bytes(8, "little") + text, placed, end)
 
 
+@dataclass(eq=False)
 class Saving:
     """A checkpoint on its way to the folder `path`: this rank's share of `tensors` and, on rank 0,
     `metadata` and the JSON. When the folder is whole, rank 0 deletes the hidden checkpoints that
     `replaced` returns; that never fails a save: the problem is in `warning`.
     """
 
-    written: Future[None]  # this rank's files, on rank 0 the folder; has the OSError of a failure
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, Sharded]
+    rank: int = 0
+    ranks: int = 1
+    replaced: Callable[[], list[Path]] = list
+    # This rank's files, on rank 0 the folder; has the OSError of a failure
+    written: Future[None] = field(init=False)
+    memory: list[Tensor] | None = None  # host memory for a copy of each shard
+    copied: torch.cuda.Event | None = None  # when a GPU has made the copy
+    bytes = 0  # of all files, when the folder is whole, on rank 0
+    seconds = 0.0  # until then
+    warning: str | None = None
+    until = math.inf  # when rank 0 of a failing run stops waiting for others
 
-    def __init__(
-        self,
-        path: Path,
-        metadata: Mapping[str, Any],
-        tensors: Mapping[str, Sharded],
-        rank: int = 0,
-        ranks: int = 1,
-        replaced: Callable[[], list[Path]] = list,
-    ) -> None:
-        self.path, self.partial = path, path.with_name(f".{path.name}.partial")
-        self.metadata, self.tensors = metadata, tensors
-        self.rank, self.ranks, self.replaced = rank, ranks, replaced
-        own = {name: share.part for name, share in tensors.items() if len(share.part)}
-        self.shards = shards_of(f"shard-{rank:05d}", own)
+    def __post_init__(self) -> None:
+        self.partial = self.path.with_name(f".{self.path.name}.partial")
+        own = {name: share.part for name, share in self.tensors.items() if len(share.part)}
+        self.shards = shards_of(f"shard-{self.rank:05d}", own)
         self.gpu = next((tensor.device for tensor in own.values() if tensor.is_cuda), None)
-        self.memory: list[Tensor] | None = None  # host memory for a copy of each shard
-        self.copied: torch.cuda.Event | None = None  # when a GPU has made the copy
-        self.bytes = 0  # of all files, when the folder is whole, on rank 0
-        self.seconds = 0.0  # from `begin` until then
-        self.warning: str | None = None
-        self._started = time.monotonic()
-        self.until = math.inf  # when rank 0 of a failing run stops waiting for others
+        self.started = time.monotonic()
 
     def begin(self, thread: ThreadPoolExecutor, memory: list[Tensor] | None = None) -> None:
         """Let `thread` write a copy of the tensors in `memory`. Without `memory` it writes the
@@ -128,7 +126,16 @@ class Saving:
         except (OSError, ValueError, TypeError) as error:
             raise self._error(error) from error
         if memory is not None:
-            self._copy(memory)
+            self.memory = memory
+            # Moments on the host may be on their way there; for others the loop has waited already
+            if self.gpu is not None:
+                torch.cuda.synchronize(self.gpu)
+            # From a GPU the copies are queued on its stream
+            for shard, target in zip(self.shards, memory, strict=True):
+                shard.copy_to(target, non_blocking=True)
+            if self.gpu is not None:
+                self.copied = torch.cuda.Event(blocking=True)
+                self.copied.record(torch.cuda.current_stream(self.gpu))
         self.written = thread.submit(self._write)
 
     def _error(self, error: Exception) -> OSError:
@@ -136,18 +143,6 @@ class Saving:
             gone = "the folder of the run is gone, so no checkpoint is written"
             return OSError(f"{self.path.parent}: {gone}")
         return OSError(f"{self.path}: the checkpoint could not be written ({one_line(error)})")
-
-    def _copy(self, memory: list[Tensor]) -> None:
-        """Copy the tensors to `memory`; from a GPU the copy is queued on its stream."""
-        self.memory = memory
-        # Moments on the host may be on their way there; for others the loop has waited already
-        if self.gpu is not None:
-            torch.cuda.synchronize(self.gpu)
-        for shard, target in zip(self.shards, memory, strict=True):
-            shard.copy_to(target, non_blocking=True)
-        if self.gpu is not None:
-            self.copied = torch.cuda.Event(blocking=True)
-            self.copied.record(torch.cuda.current_stream(self.gpu))
 
     def _write(self) -> None:
         """Write this rank's files, AT_ONCE at a time, then the JSON that lists them for rank 0,
@@ -159,14 +154,15 @@ class Saving:
                 written = list(pool.map(self._write_shard, range(len(self.shards))))
             listed = {shard.file: entry for shard, entry in zip(self.shards, written, strict=True)}
             file_of = {name: shard.file for shard in self.shards for name in shard.tensors}
-            written_json = json.dumps({"files": listed, "places": file_of})
-            files.write_text(self._json_of(self.rank), written_json)
+            files.write_text(
+                self._json_of(self.rank), json.dumps({"files": listed, "places": file_of})
+            )
             if self.rank or not self._has_all_ranks():
                 return
             self._complete()
         except Exception as error:  # also of memory
             raise self._error(error) from error
-        self.seconds = time.monotonic() - self._started
+        self.seconds = time.monotonic() - self.started
         try:
             for path in self.replaced():
                 files.remove(path, strict=True)
