@@ -14,6 +14,8 @@ from torch import Tensor
 
 from longctx.runs.checkpoint_write import Saving, Sharded
 
+WITHOUT_OPTIMIZER: dict[str, Any] = {"param_groups": [], "optimizer_scalars": {}}  # in a checkpoint
+
 
 def write(saving: Saving, memory: list[Tensor] | None = None) -> None:
     """Write a checkpoint and wait until it is on disk; all its ranks call it."""

@@ -60,8 +60,7 @@ def shards_of(stem: str, tensors: Mapping[str, Tensor]) -> list[CheckpointShard]
     """Divide `tensors` into files of about SHARD bytes."""
     groups: list[dict[str, Tensor]] = [{}]
     for name, tensor in tensors.items():
-        size = sum(earlier.nbytes for earlier in groups[-1].values())
-        if groups[-1] and size + tensor.nbytes > SHARD:
+        if groups[-1] and sum(x.nbytes for x in (tensor, *groups[-1].values())) > SHARD:
             groups.append({})
         groups[-1][name] = tensor
     return [_shard(f"{stem}-{n:03d}.safetensors", x) for n, x in enumerate(groups) if x]

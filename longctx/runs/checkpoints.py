@@ -9,7 +9,7 @@ ranks reads back the rows that it needs, and none ever holds a whole model.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from longctx.runs import checkpoint_index, run_folder
 from longctx.runs.checkpoint_index import FORMAT, INDEX
 from longctx.runs.checkpoint_index import Damaged as Damaged
 from longctx.runs.checkpoint_index import verify as verify
-from longctx.runs.checkpoint_write import Saving, Sharded
+from longctx.runs.checkpoint_write import Sharded
 from longctx.untrusted import opened
 
 READABLE = frozenset((torch.float32, torch.bfloat16, torch.float16))  # of weights and moments
@@ -61,27 +61,17 @@ class SlicedTensor:
         return parts[1] if len(parts) == 2 else torch.cat(parts)
 
 
-def saving(
-    path: Path,
-    content: Mapping[str, Any],
-    weights: Mapping[str, Sharded],
-    optimizer: Mapping[str, Any] | None = None,
-    trained: Sequence[str] = (),
-    rank: int = 0,
-    ranks: int = 1,
-    replaced: Callable[[], list[Path]] = list,
-) -> Saving:
-    """Return a checkpoint to write to `path`.
+def contents(
+    plain: dict[str, Any], weights: dict[str, Sharded], optimizer: dict[str, Any], names: list[str]
+) -> tuple[dict[str, Any], dict[str, Sharded]]:
+    """Return metadata and tensors of a checkpoint, for `Saving`.
 
-    `content` is plain: "longctx" is about the run, "random" is random_state(). This rank has
-    `weights`, by name, and the state of an `optimizer` that trains the `trained` weights, in its
-    order.
+    In `plain` "longctx" is about the run and "random" is random_state(). This rank has `weights`,
+    by name, and the state of an `optimizer` that trains those with these `names`, in its order.
     """
-    tensors = dict(weights)
-    scalars: dict[str, dict[str, float]] = {}
-    optimizer = optimizer or {"state": {}, "param_groups": []}
+    tensors, scalars = dict(weights), dict[str, dict[str, float]]()
     for number, values in optimizer["state"].items():
-        weight = weights[trained[number]]
+        weight = weights[names[number]]
         for key, value in values.items():
             if value.ndim:
                 shape = torch.Size([weight.shape[0], *value.shape[1:]])
@@ -89,7 +79,7 @@ def saving(
             else:
                 scalars.setdefault(str(number), {})[key] = float(value)
     of_optimizer = {"param_groups": optimizer["param_groups"], "optimizer_scalars": scalars}
-    return Saving(path, {**content, **of_optimizer}, tensors, rank, ranks, replaced)
+    return {**plain, **of_optimizer}, tensors
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -150,8 +140,7 @@ def check_states(
     names = {number: set(values) for number, values in state.items()}
     of_run = {n: set(names) for n, (_, names) in enumerate(expected) if names is not None}
     if numbers != list(range(len(expected))) or (of_run and names != of_run):
-        weights = f"{len(expected)} weights"
-        raise ValueError(f"{problem} of the optimizer of the run, which trains {weights}")
+        raise ValueError(f"{problem} of the run's optimizer, which trains {len(expected)} weights")
     for number, values in state.items():
         shape, known = expected[number]
         for key, tensor in values.items():

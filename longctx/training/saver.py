@@ -72,15 +72,14 @@ class Saver(AbstractContextManager["Saver"]):
         run, has_copy = self.run, True
         if self.is_sharded or self.parallel.is_first:
             about = {"config": run.settings(), "data": data, "kernel_lock": run.kernel_lock}
-            content = {"longctx": about, "steps_done": step, **plain}
-            content["random"] = checkpoints.random_state()
+            plain = {"longctx": about, "steps_done": step, **plain}
+            plain["random"] = checkpoints.random_state()
+            weights, optimizer = sharding.parts(state.module), state.optimizer.state_dict()
+            trained = sharding.trained_names(state.module, state.optimizer)
             keep = run.config.keep_checkpoints
-            saving = checkpoints.saving(
+            saving = Saving(
                 run_folder.checkpoint_path(run.folder, step),
-                content,
-                sharding.parts(state.module),
-                state.optimizer.state_dict(),
-                sharding.trained_names(state.module, state.optimizer),
+                *checkpoints.contents(plain, weights, optimizer, trained),
                 *((self.parallel.rank, self.parallel.ranks) if self.is_sharded else (0, 1)),
                 replaced=lambda: checkpoints.tidy(run.folder, step, keep, best),
             )

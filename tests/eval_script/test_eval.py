@@ -17,11 +17,12 @@ import eval as evaluation
 from longctx import files
 from longctx.cli import main as export
 from longctx.runs import checkpoints, evaluations, run_folder
+from longctx.runs.checkpoint_write import Saving
 from tests.data.chat_templates import CHATML
 from tests.data.chat_templates import write as write_template
 from tests.eval_script.sample import SCRIPT, write_tasks
 from tests.processes import ROOT, finished
-from tests.written import alone, write
+from tests.written import WITHOUT_OPTIMIZER, alone, write
 
 VT = ["ruler=true", "ruler.tasks=[vt]"]
 
@@ -71,7 +72,7 @@ def test_numbers_that_are_not_finite_are_null(run, evaluate, tmp_path):
     weights["model.embed.weight"][:, 3] = math.inf
     tensors = {name: alone(x) for name, x in weights.items()}
     content = {name: checkpoint[name] for name in ("longctx", "random")}
-    write(checkpoints.saving(path, content, tensors))
+    write(Saving(path, content | WITHOUT_OPTIMIZER, tensors))
     try:
         result, _ = evaluate("documents=3")
     finally:

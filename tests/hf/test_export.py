@@ -14,8 +14,9 @@ from longctx.data.tokenizer import train
 from longctx.hf.export import export
 from longctx.model import GPT, GPTConfig
 from longctx.runs import checkpoints
+from longctx.runs.checkpoint_write import Saving
 from tests.training.sample_run import newest, replace_newest
-from tests.written import alone, files_below, write
+from tests.written import WITHOUT_OPTIMIZER, alone, files_below, write
 
 SMALL: dict[str, Any] = {
     **{"vocab_size": 300, "layers": 2, "channels": 24, "heads": 4, "kv_heads": 2, "ffn": 40}
@@ -39,7 +40,7 @@ def save(weights: dict[str, torch.Tensor], config: dict[str, Any], path: Path) -
     """Write a checkpoint of `weights` alone."""
     tensors = {name: alone(x) for name, x in weights.items()}
     state = {"random": checkpoints.random_state(), "steps_done": 7}
-    write(checkpoints.saving(path, {"longctx": {"config": config}, **state}, tensors))
+    write(Saving(path, {"longctx": {"config": config}} | state | WITHOUT_OPTIMIZER, tensors))
 
 
 @pytest.mark.parametrize(

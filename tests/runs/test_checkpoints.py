@@ -16,7 +16,7 @@ import torch
 from longctx import files
 from longctx.evaluation.load import open_model
 from longctx.runs import checkpoint_index, checkpoints, run_folder
-from longctx.runs.checkpoint_write import Sharded
+from longctx.runs.checkpoint_write import Saving, Sharded
 from tests.processes import killed_at
 from tests.runs.ranks import RANKS, on_all_ranks, rows_of_ranks
 from tests.written import alone, write
@@ -41,7 +41,8 @@ def save(path: Path) -> None:
         optimizer = {"state": states, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
         about = {"config": {}, "data": "x"}
         content = {"longctx": about, "steps_done": 4, "meter": {"loss": 1.5}, "random": random}
-        write(checkpoints.saving(path, content, weights, optimizer, trained, rank, RANKS))
+        contents = checkpoints.contents(content, weights, optimizer, trained)
+        write(Saving(path, *contents, rank, RANKS))
 
     on_all_ranks(write_share)
 
@@ -158,7 +159,7 @@ def test_a_foreign_checkpoint_is_refused(tmp_path):
             open_model(str(path))
     path.unlink()
     state = {"random": checkpoints.random_state()}
-    write(checkpoints.saving(path, {"longctx": {}} | state, {"x": alone(torch.zeros(3))}))
+    write(Saving(path, {"longctx": {}} | state, {"x": alone(torch.zeros(3))}))
     rewrite(path, lambda content: content.update(format=2))
     with pytest.raises(ValueError, match="written in format 2"):
         open_model(str(path))

@@ -95,18 +95,16 @@ def replace_newest(content: dict[str, Any], folder: Path) -> None:
     path = run_folder.checkpoints(folder)[-1]
     plain = dict(content)
     weights, (optimizer,) = plain.pop("state_dict"), plain.pop("optimizer_states")
-    saving = checkpoints.saving(path, plain, {})
-    saving.metadata["param_groups"] = optimizer["param_groups"]
-    tensors = dict(weights)
+    tensors, scalars = dict(weights), dict[str, dict[str, float]]()
     for number, values in optimizer["state"].items():
         for key, x in values.items():
             if x.ndim:
                 tensors[f"optimizer.{number}.{key}"] = x
             else:
-                scalars = saving.metadata["optimizer_scalars"]
                 scalars.setdefault(str(number), {})[key] = float(x)
     files.remove(path)
-    write(Saving(path, saving.metadata, {name: alone(x) for name, x in tensors.items()}))
+    plain |= {"param_groups": optimizer["param_groups"], "optimizer_scalars": scalars}
+    write(Saving(path, plain, {name: alone(x) for name, x in tensors.items()}))
 
 
 def write_checkpoint(folder: Path, step: int) -> Path:
