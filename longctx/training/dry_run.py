@@ -206,8 +206,7 @@ def in_child(module: str, request: dict[str, Any], seconds: float) -> dict[str, 
         except subprocess.TimeoutExpired:
             return f"took longer than {seconds:.0f} s"
         if out.exists():
-            answer: dict[str, Any] = json.loads(out.read_text())
-            return answer
+            return json.loads(out.read_text())
     # The kernel kills a process if the machine has no memory left
     if process.returncode == -9:
         return f"{OUT_OF_MEMORY}: the process was killed"

@@ -93,8 +93,7 @@ class Run:
         decided |= keys_of(self.config)
         if self.config.kernel.lock == "record":  # new kernels are accepted once, not for ever
             decided["kernel"] = {"lock": "auto"}
-        plain: dict[str, Any] = json.loads(json.dumps(asdict(self.config) | decided))
-        return plain
+        return json.loads(json.dumps(asdict(self.config) | decided))
 
 
 def scheduled(config: TrainConfig, workload: Workload) -> Run:
