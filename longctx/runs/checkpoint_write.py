@@ -139,8 +139,7 @@ class Saving:
 
     def _error(self, error: Exception) -> OSError:
         if not self.path.parent.exists():
-            gone = "the folder of the run is gone, so no checkpoint is written"
-            return OSError(f"{self.path.parent}: {gone}")
+            return OSError(f"{self.path.parent}: the folder of the run is gone; nothing is saved")
         return OSError(f"{self.path}: the checkpoint could not be written ({one_line(error)})")
 
     def _write(self) -> None:
@@ -153,9 +152,8 @@ class Saving:
                 written = list(pool.map(self._write_shard, range(len(self.shards))))
             listed = {shard.file: entry for shard, entry in zip(self.shards, written, strict=True)}
             file_of = {name: shard.file for shard in self.shards for name in shard.tensors}
-            files.write_text(
-                self._json_of(self.rank), json.dumps({"files": listed, "places": file_of})
-            )
+            own = json.dumps({"files": listed, "places": file_of})
+            files.write_text(self._json_of(self.rank), own)
             if self.rank or not self._has_all_ranks():
                 return
             self._complete()
