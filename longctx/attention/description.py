@@ -37,6 +37,8 @@ class Description:
     # The parts of `Scores` that it has: "softcap" if `run`, and `backward` if there is one, compute
     # it; "sinks" if gradients flow through the lse, as training them needs
     scores: frozenset[str] = frozenset()
+    # True if it computes sinks itself, in `backward` too; otherwise they join its out and lse
+    fuses_sinks: bool = False
     # True if the backend's own `backward` takes the forward's out and lse, and if it computes the
     # formula and no variant; `register` sets both
     has_backward: bool = False
@@ -90,6 +92,7 @@ DESCRIPTIONS: dict[str, Description] = {
     "flash": Description(
         options={"kernel": ("auto", "portable", "ampere", "hopper")},
         scores=ALL_SCORES,
+        fuses_sinks=True,
         has_backward=True,
         capturable=True,
         reproducible={name: kernel.reproducible for name, kernel in IMPLEMENTATIONS.items()},

@@ -43,7 +43,7 @@ class Flash(Backend):
             )
         name = implementation(*shape, kernel)
         own = IMPLEMENTATIONS[name]
-        if missing := request.scores - own.scores - {"sinks"}:
+        if missing := request.scores - own.scores:
             parts = " and ".join(sorted(missing))
             return f"its kernel {name} has no {parts}; use attention.options.kernel=portable"
         if name == "torch-tiled":
@@ -66,7 +66,8 @@ class Flash(Backend):
         chosen = implementation(q.device, q.dtype, q.shape[3], kernel)
         intervals = mask.first, mask.last, mask.qfirst, mask.qlast
         # no call between `run` and the kernels: it would cost host time
-        out, lse = forward_for(q, k, v)(q, k, v, *intervals, scores, chosen)
+        sinks = scores.sinks
+        out, lse = forward_for(q, k, v, sinks)(q, k, v, sinks, *intervals, scores, chosen)
         return out, lse, chosen
 
     def backward(

@@ -67,7 +67,7 @@ def splits_keys(
     # Triton's interpreter computes bf16 products wrongly
     takes = dtype in (torch.float32, torch.float16) or (dtype == torch.bfloat16 and on_gpu)
     sizes = IMPLEMENTATIONS["triton-portable"].head_sizes
-    return runs_triton and takes and not scores and head_dim in sizes
+    return runs_triton and takes and scores <= {"sinks"} and head_dim in sizes
 
 
 def by_triton(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Tensor:
@@ -75,8 +75,9 @@ def by_triton(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Te
     from longctx.kernels import decoding  # imports Triton
 
     assert mask.first is not None and mask.last is not None
-    scale = scaled(scores, q).scale
-    out: Tensor = decoding.decode(q[:, 0], k, v, mask.first[:, 0], mask.last[:, 0], scale)
+    ends = mask.first[:, 0], mask.last[:, 0]
+    scale, _, sinks = scaled(scores, q, scores.sinks)
+    out: Tensor = decoding.decode(q[:, 0], k, v, *ends, scale, sinks=sinks)
     return out[:, None]
 
 

@@ -28,13 +28,13 @@ from longctx.attention.description import AUTO, DESCRIPTIONS, Description, check
 from longctx.attention.exchange import WHOLE_ROWS
 from longctx.attention.mask import Mask
 from longctx.kernels import warn_of_triton
-from longctx.kernels.attention import Saved, Scores
+from longctx.kernels.attention import Gradients, Saved, Scores
 from longctx.kernels.attention.flash_op import unobserved
 from longctx.kernels.attention.relaunch import stream_of
+from longctx.kernels.attention.sinks import with_sinks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 PLAIN = Scores()
-Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 
 class AttentionRequest(NamedTuple):
@@ -73,13 +73,14 @@ class Backend(ABC):
     ) -> tuple[Tensor, Tensor, str]:
         """Return out (B, Tq, Hq, D), lse (B, Hq, Tq) float32, and the name of the kernel that ran.
 
-        `mask` is bound, q, k, v are contiguous in their last dimension, and `scores` has its scale.
+        `mask` is bound, q, k, v are contiguous in their last dimension, and `scores` has its scale,
+        and sinks only if the description says `fuses_sinks`.
         """
 
     def backward(
         self, do: Tensor, saved: Saved, mask: Mask, scores: Scores, *_: Any, **options: Any
     ) -> Gradients:
-        """Return dq, dk, dv from a forward's out and lse; without it recomputation runs `run`."""
+        """Return gradients from a forward's out and lse; without it recomputation runs `run`."""
         raise NotImplementedError(f"{type(self).__name__} has no backward of its own")
 
     def decode(
@@ -249,9 +250,9 @@ class Attention:
         If ranks share sequences, q, k, v and out have this rank's tokens; mask and lse belong to
         attention after the exchange.
         """
-        sinks, scores = scores.sinks, scaled(scores, q)
+        sinks, fuses = scores.sinks, self.description.fuses_sinks
         # sinks scale out by a function of the lse: training needs its gradient
-        trains = sinks is not None and torch.is_grad_enabled()
+        trains = sinks is not None and torch.is_grad_enabled() and not fuses
         if trains and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
             _refuse_parts(self.name, frozenset({"sinks"}))
         # a custom operator is not cast by autocast itself
@@ -262,17 +263,19 @@ class Attention:
         exchange = mask.exchange or WHOLE_ROWS
         outs: list[Tensor] = []
         lses: list[Tensor] = []
-        own, heads = None if sinks is None else exchange.own_heads(sinks), 0
+        own, heads = None if sinks is None else exchange.own_heads(sinks.float()), 0
         for part in exchange.parts(q, k, v):
             qs, ks, vs = [x if x.stride(3) == 1 else x.contiguous() for x in part]
-            self._check_served(qs, mask, scores)
+            own_sinks = None if own is None else own[heads : heads + qs.shape[2]]
+            heads += qs.shape[2]
+            given = scaled(scores, q, own_sinks if fuses else None)
+            self._check_served(qs, mask, given)
             bound = _bound(mask, qs, ks.shape[1], self.description.reuses_masks)
             with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
-                out, lse, kernel = self.backend.run(qs, ks, vs, bound, scores, **self.options)
+                out, lse, kernel = self.backend.run(qs, ks, vs, bound, given, **self.options)
             _record(self.name, kernel)
-            if own is not None:
-                out, lse = with_sinks(out, lse, own[heads : heads + qs.shape[2]])
-                heads += qs.shape[2]
+            if own_sinks is not None and not fuses:
+                out, lse = with_sinks(out, lse, own_sinks)
             outs.append(exchange.output(out))
             lses.append(lse)
             # free before the next part is exchanged
@@ -295,13 +298,14 @@ class Attention:
         lse: Tensor | None,
         mask: Mask,
         scores: Scores = PLAIN,
-    ) -> tuple[Tensor, ...]:
-        """Return dq, dk, dv for the gradient `do` of the `out` that an earlier call returned.
+    ) -> Gradients:
+        """Return the gradients for that, `do`, of the `out` that an earlier call returned.
 
-        With sinks also theirs. Without a backward of its own a backend runs forward again.
+        Without a backward of its own a backend runs forward again.
         """
-        sinks = scores.sinks
-        if lse is None or not self.description.has_backward:
+        sinks, traits = scores.sinks, self.description
+        has_backward = traits.has_backward and (sinks is None or traits.fuses_sinks)
+        if lse is None or not has_backward:
             # the forward again, with a graph of its own
             with torch.enable_grad():
                 inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
@@ -309,41 +313,39 @@ class Attention:
                 own_sinks = None if sinks is None else leaves[3]
                 given = scores._replace(sinks=own_sinks)
                 again = self(leaves[0], leaves[1], leaves[2], mask, given)
-            return torch.autograd.grad(again, leaves, do)
+            return Gradients(*torch.autograd.grad(again, leaves, do))
         # autocast: saved tensors may be wider than the kernel's inputs
         q16, k16, v16 = (x.to(out.dtype) for x in (q, k, v))
-        exchange, scores, heads = mask.exchange or WHOLE_ROWS, scaled(scores, q), 0
-        parts: list[Gradients] = []
-        own = None if sinks is None else exchange.own_heads(sinks.detach())
+        exchange, heads = mask.exchange or WHOLE_ROWS, 0
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        own = None if sinks is None else exchange.own_heads(sinks.detach().float())
         dsinks: list[Tensor] = []
         for qs, ks, vs, dos, outs in exchange.parts(q16, k16, v16, do, out):
             bound = mask.bind(qs.shape[0], qs.shape[1], ks.shape[1], qs.device)
             lses = lse[:, heads : heads + qs.shape[2]].contiguous()
-            if own is not None:
-                at = own[heads : heads + qs.shape[2]]
-                dsinks.append(_gradient_of_sinks(at, dos, outs, lses))
+            own_sinks = None if own is None else own[heads : heads + qs.shape[2]]
+            given = scaled(scores, q, own_sinks)
             heads += qs.shape[2]
             with torch.autocast(q.device.type, enabled=False):
                 saved = Saved(qs, ks, vs, outs, lses)
-                gradients = self.backend.backward(dos, saved, bound, scores, **self.options)
-            parts.append(exchange.gradients(*gradients, k.shape[2]))
+                gradients = self.backend.backward(dos, saved, bound, given, **self.options)
+            parts.append(exchange.gradients(*gradients[:3], k.shape[2]))
+            dsinks += [] if gradients.dsinks is None else [gradients.dsinks]
             # free before the next part is exchanged
             del qs, ks, vs, dos, outs, saved, gradients
         dq, dk, dv = (exchange.joined(each) for each in zip(*parts, strict=True))
-        gradients = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-        if sinks is None or own is None:
-            return gradients
-        # Other ranks have the gradients of other heads
-        total = torch.zeros_like(sinks)
-        exchange.own_heads(total).copy_(torch.cat(dsinks))
-        return *gradients, total
+        total = None if sinks is None else torch.zeros_like(sinks)
+        if total is not None:  # other ranks have the gradients of other heads
+            exchange.own_heads(total).copy_(torch.cat(dsinks))
+        return Gradients(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), total)
 
     def _check_served(self, q: Tensor, mask: Mask, scores: Scores) -> None:
         """Raise ValueError if the backend cannot serve such a call; its answers are remembered."""
         # read at each call: a program may change it
         deterministic = torch.are_deterministic_algorithms_enabled()
         of_tensors = q.device, q.dtype, q.shape[3]
-        properties = (*of_tensors, mask.kind, mask.window, deterministic, scores.softcap is None)
+        parts = scores.softcap is None, scores.sinks is None
+        properties = (*of_tensors, mask.kind, mask.window, deterministic, *parts)
         is_compiling = torch.compiler.is_compiling()  # compiled code asks again at each trace
         if is_compiling or properties not in self._served:
             request = AttentionRequest(*of_tensors, mask, self.options, deterministic, scores.parts)
@@ -352,9 +354,10 @@ class Attention:
                 self._served.add(properties)
 
 
-def scaled(scores: Scores, q: Tensor) -> Scores:
-    """Return `scores` with the scale of q (B, T, H, D), as a backend gets them: without sinks."""
-    return Scores(q.shape[3] ** -0.5 if scores.scale is None else scores.scale, scores.softcap)
+def scaled(scores: Scores, q: Tensor, sinks: Tensor | None = None) -> Scores:
+    """Return `scores` as a backend gets them: with the scale of q (B, T, H, D), and `sinks`."""
+    scale = q.shape[3] ** -0.5 if scores.scale is None else scores.scale
+    return Scores(scale, scores.softcap, sinks)
 
 
 def attention(
@@ -496,34 +499,3 @@ def _warn_of_layout(shape: tuple[int, ...]) -> None:
         "order, (B, H, T, D)",
         stacklevel=4,
     )
-
-
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out (B, T, H, D) and lse (B, H, T) with `sinks` (H,), from out and lse without.
-
-    As in gpt-oss and StreamingLLM's zero sink (arXiv 2309.17453). No kernel knows of sinks, since
-    o and lse of attention without them suffice:
-
-        lse' = log(exp(lse) + exp(sink)),   o' = o · exp(lse - lse') = o · sigmoid(lse - sink)
-
-    and their gradients follow by way of o and lse. A query that sees no key gets
-    output 0 and its head's sink for lse.
-    """
-    sinks = sinks.to(lse.dtype)[:, None]
-    sees_nothing = lse == float("-inf")
-    # both -inf, they would have no gradient
-    seen = lse.masked_fill(sees_nothing, 0.0)
-    share = torch.sigmoid(seen - sinks).masked_fill(sees_nothing, 0.0)
-    scaled = (out * share.transpose(1, 2)[..., None]).to(out.dtype)
-    return scaled, torch.where(sees_nothing, sinks, torch.logaddexp(seen, sinks))
-
-
-def _gradient_of_sinks(sinks: Tensor, do: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """Return (H,): a sink takes p = exp(sink - lse) of each query, which scales out by 1 - p.
-
-    Attention's own backward needs nothing new: its p = exp(score - lse) and its sum over do · out
-    are those of all logits, the sink's among them.
-    """
-    p = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
-    along = (do * out).sum(-1, dtype=lse.dtype).transpose(1, 2)
-    return -(p * along).sum((0, 2))

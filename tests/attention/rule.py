@@ -84,11 +84,14 @@ def inputs(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=g).to(DEVICE, dtype) for shape in shapes]
 
 
-def run(tensors, mask, backend, dtype, **options):
-    """out, lse, dq, dk, dv in fp64."""
-    q, k, v = (x.detach().to(dtype).requires_grad_() for x in tensors[:3])
-    out, lse = attention(q, k, v, mask=mask, backend=backend, return_lse=True, **options)
-    grads = torch.autograd.grad(out, (q, k, v), tensors[3].to(dtype))
+def run(tensors, mask, backend, dtype, sinks=None, **options):
+    """out, lse, dq, dk, dv, and dsinks if there are sinks, in fp64."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in tensors[:3]]
+    if sinks is not None:
+        leaves.append(sinks.detach().requires_grad_())
+        options["sinks"] = leaves[3]
+    out, lse = attention(*leaves[:3], mask=mask, backend=backend, return_lse=True, **options)
+    grads = torch.autograd.grad(out, leaves, tensors[3].to(dtype))
     return [x.detach().double() for x in (out, lse, *grads)]
 
 
@@ -102,15 +105,16 @@ def check_equal_runs(case: Case, tensors, times: int, names=NAMES, **options) ->
 
 
 def check(
-    case: Case, backend: str, dtype=torch.float32, tensors=None, softcap=None, **options
+    case: Case, backend: str, dtype=torch.float32, tensors=None, softcap=None, sinks=None, **options
 ) -> None:
     """Assert the rule for `backend` on `case`."""
     tensors = inputs(case, dtype) if tensors is None else tensors
     mask = case.build_mask()
-    exact = run(tensors, mask, "naive", torch.float64, softcap=softcap)
-    plain = run(tensors, mask, "naive", dtype, softcap=softcap)
-    actual = run(tensors, mask, backend, dtype, softcap=softcap, **options)
-    for name, x, y, z in zip(NAMES, actual, plain, exact, strict=True):
+    scores = {"softcap": softcap, "sinks": sinks}
+    exact = run(tensors, mask, "naive", torch.float64, **scores)
+    plain = run(tensors, mask, "naive", dtype, **scores)
+    actual = run(tensors, mask, backend, dtype, **scores, **options)
+    for name, x, y, z in zip((*NAMES, "dsinks"), actual, plain, exact, strict=False):
         assert not x.isnan().any(), f"{name} has NaN"
         if name == "lse":
             blind = z == float("-inf")

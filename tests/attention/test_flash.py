@@ -169,10 +169,12 @@ def test_operator_is_registered_properly(implementation):
     q, k, v = (torch.randn(1, 9, h, 16, device=DEVICE, requires_grad=True) for h in (2, 1, 1))
     intervals = mask.first, mask.last, mask.qfirst, mask.qlast
     options = 0.25, None, implementation
-    torch.library.opcheck(forward_op, (q, k, v, *intervals, *options))
-    with torch.no_grad():
-        out, lse = attention(q, k, v, mask, return_lse=True, scale=0.25)
-        torch.library.opcheck(backward_op, (out, None, q, k, v, out, lse, *intervals, *options))
+    for sinks in (None, torch.zeros(2, device=DEVICE, requires_grad=True)):
+        others = sinks, *intervals, *options
+        torch.library.opcheck(forward_op, (q, k, v, *others))
+        with torch.no_grad():
+            out, lse = attention(q, k, v, mask, return_lse=True, scale=0.25, sinks=sinks)
+            torch.library.opcheck(backward_op, (out, None, q, k, v, out, lse, *others))
 
 
 def test_forward_mode_is_refused():

@@ -71,6 +71,20 @@ def test_softcap_is_that_of_naive(head_dim, options):
     rule.check(case, "flash", BF16, large, softcap=20.0, **options)
 
 
+SINKS = (
+    *(Case(2, 300, 300, Hq=4, Hkv=2, mask=mask) for mask in ("causal", "documents", "intervals")),
+    *(Case(2, 1024, 1024, Hq=8, Hkv=1, window=window) for window in (None, 128)),
+)
+
+
+@pytest.mark.parametrize(("options", "head_dim", "dtype"), RULE, indirect=["options"], ids=str)
+@pytest.mark.parametrize("case", SINKS, ids=str)
+def test_rule_with_sinks(case, options, head_dim, dtype):
+    """Sinks that take little, and nearly all; some queries see nothing else."""
+    sinks = torch.linspace(-4.0, 12.0, case.Hq, device=DEVICE)
+    rule.check(replace(case, D=head_dim), "flash", dtype, sinks=sinks, **options)
+
+
 @pytest.mark.parametrize(
     ("major", "head_dim", "expected"),
     [

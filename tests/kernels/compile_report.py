@@ -105,12 +105,14 @@ class Compiler:
         figures["warnings"] += re.findall(r"C7\d+", text)
 
 
-def attend(forward, backward, head_dim, tokens=TOKENS, heads=3, kv_heads=3, **options):
+def attend(
+    forward, backward, head_dim, tokens=TOKENS, heads=3, kv_heads=3, has_sinks=False, **options
+):
     """Launch a forward and a backward of causal attention."""
     q, k, v = (torch.zeros(1, tokens, n, head_dim, dtype=BF16) for n in (heads, kv_heads, kv_heads))
     mask = Mask.causal().bind(1, tokens, tokens, "cpu")
     intervals = Intervals(mask.first, mask.last, mask.qfirst, mask.qlast)
-    scores = Scores(head_dim**-0.5)
+    scores = Scores(head_dim**-0.5, sinks=torch.zeros(heads) if has_sinks else None)
     out, lse = forward(q, k, v, intervals, scores)
     backward(out, None, Saved(q, k, v, out, lse), intervals, scores, **options)
 
@@ -125,7 +127,8 @@ def of_hopper(compiler, *names):
         compiler.is_wanted = lambda kernel, constants, kind=kind, words=words: (
             kernel.startswith(kind) and constants.get("RETRY", False) == ("retry" in words)
         )
-        options = {"heads": 12 if "groups" in words else 3, "ordered": "ordered" in words}
+        options = {"heads": 12 if "groups" in words else 3, "has_sinks": "sinks" in words}
+        options["ordered"] = "ordered" in words
         attend(hopper_forward.forward, hopper_backward.backward, int(head_dim), **options)
 
 
@@ -133,9 +136,10 @@ def of_attention(compiler, *sizes):
     for size in map(int, sizes):
         compiler.case = str(size)
         for tokens in (TOKENS, LONG):
-            attend(portable.forward, portable.backward, size, tokens)
+            attend(portable.forward, portable.backward, size, tokens, has_sinks=tokens == LONG)
         if compiler.target in AMPERE_TILES and size <= 256:
-            attend(ampere.forward, ampere.backward, size)
+            for has_sinks in (False, True):
+                attend(ampere.forward, ampere.backward, size, has_sinks=has_sinks)
 
 
 def of_elementwise(compiler):

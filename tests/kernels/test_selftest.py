@@ -32,7 +32,19 @@ def test_right_kernels_pass(implementation, part, dtype, head_dim, group, bucket
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     function = run(part, implementation)
     copies = 1 if implementation == "triton-portable" else 2
-    assert check(part, function, CPU, dtype, head_dim, group, bucket, copies) is None
+    # tiles on a CPU round out before its sink scales it, and again
+    for has_sinks in (False, True) if dtype != torch.bfloat16 else (False,):
+        shapes = head_dim, group, bucket, copies, has_sinks
+        assert check(part, function, CPU, dtype, *shapes) is None
+
+
+@pytest.mark.parametrize(("part", "name"), [("forward", "out"), ("backward", "dsinks")])
+def test_a_sink_too_many_fails(part, name):
+    def broken(*args):
+        scores = args[-1]._replace(sinks=args[-1].sinks + 0.01)
+        return run(part)(*args[:-1], scores)
+
+    assert check(part, broken, CPU, torch.float32, 64, has_sinks=True).startswith(name)
 
 
 def late(values, rows):

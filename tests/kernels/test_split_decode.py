@@ -26,13 +26,14 @@ def places(*each: int) -> Tensor:
 
 
 def check(qkv: Sequence[Tensor], first: Tensor, last: Tensor, parts: int | None = None) -> None:
-    """Compare `decode` in so many parts with naive attention."""
-    out = decode(*qkv, first, last, qkv[0].shape[-1] ** -0.5, parts)
+    """Compare `decode` in so many parts with naive attention, without and with sinks."""
     mask = Mask.intervals(first[:, None], last[:, None])
     q, k, v = (x.double() for x in qkv)
-    expected = attention(q[:, None], k, v, mask=mask, backend="naive")[:, 0]
-    assert out.dtype == qkv[0].dtype
-    torch.testing.assert_close(out.double(), expected, **CLOSE[out.dtype])
+    for sinks in (None, inputs(1, 1, q.shape[1], 1, 1)[0].flatten()):
+        out = decode(*qkv, first, last, q.shape[-1] ** -0.5, parts, sinks)
+        expected = attention(q[:, None], k, v, mask=mask, backend="naive", sinks=sinks)[:, 0]
+        assert out.dtype == qkv[0].dtype
+        torch.testing.assert_close(out.double(), expected, **CLOSE[out.dtype])
 
 
 @pytest.mark.parametrize(

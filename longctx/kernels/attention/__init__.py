@@ -3,11 +3,11 @@
 Every implementation has a module, or two, with these functions:
 
     forward(q, k, v, intervals, scores) → out, lse
-    backward(do, dlse, saved, intervals, scores) → dq, dk, dv
+    backward(do, dlse, saved, intervals, scores) → dq, dk, dv, dsinks
 
-`dlse` is None if nothing depends on the lse. `IMPLEMENTATIONS` says where each runs and what it
-takes: choice, refusals, kernel lock and planner read it, so a kernel for another chip is its files
-and a row.
+`dlse` is None if nothing depends on the lse, `dsinks` if there are no sinks. `IMPLEMENTATIONS` says
+where each runs and what it takes: choice, refusals, kernel lock and planner read it, so a kernel
+for another chip is its files and a row.
 """
 
 from __future__ import annotations
@@ -59,12 +59,21 @@ class Scores(NamedTuple):
 
     scale: float | None = None  # factor of the product; None: D**-0.5
     softcap: float | None = None  # c: logits become c · tanh(logit / c)
-    sinks: Tensor | None = None  # (Hq,), a logit of each head without a value; no kernel sees them
+    sinks: Tensor | None = None  # (Hq,) float32, a logit of each head without a value
 
     @property
     def parts(self) -> frozenset[str]:
         """Return the names of the parts that not every backend has."""
         return frozenset(x for x in ("softcap", "sinks") if getattr(self, x) is not None)
+
+
+class Gradients(NamedTuple):
+    """Gradients of an attention call: like q, k, v, and of the sinks (Hq,), if there are any."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsinks: Tensor | None = None
 
 
 class Implementation(NamedTuple):
@@ -77,7 +86,7 @@ class Implementation(NamedTuple):
     generations: Container[int] | None = None  # of those of NVIDIA, 8 for sm_8x; None: any device
     chosen_on: Container[int] = ()  # generations for which kernel=auto takes it
     itemsizes: tuple[int, ...] = (2, 4)  # bytes of an element
-    scores: frozenset[str] = frozenset({"softcap"})  # the parts of `Scores` that it computes
+    scores: frozenset[str] = frozenset({"softcap", "sinks"})  # the parts of `Scores` it computes
     is_ordered: bool = True  # dq, too, has the same bits in every run
     sums_dq: bool = False  # in fp32, in memory of its own
 
@@ -109,7 +118,7 @@ _HOPPER = Implementation(
     generations=(9,),
     chosen_on=(9,),
     itemsizes=(2,),
-    scores=frozenset(),
+    scores=frozenset({"sinks"}),
     is_ordered=False,
     sums_dq=True,
 )

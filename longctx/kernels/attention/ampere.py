@@ -31,7 +31,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from longctx.kernels.attention import Intervals, Saved, Scores
+from longctx.kernels.attention import Gradients, Intervals, Saved, Scores
 from longctx.kernels.attention.hopper_primitives import split
 from longctx.kernels.attention.portable import (
     LENGTHS,
@@ -42,9 +42,11 @@ from longctx.kernels.attention.portable import (
     heads_in_l2,
     preprocess,
     scheduled_tile,
+    sinks_or,
     softcapped,
     strides_of,
     visible_tiles,
+    with_sink,
 )
 
 
@@ -194,14 +196,14 @@ def _masked(s, first, last, i, n, Tq):
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
-    q, k, v, out, lse, first, last, scale_log2,
+    q, k, v, out, lse, first, last, sinks, scale_log2,
     stride_qb, stride_qt, stride_qh,
     stride_kb, stride_kt, stride_kh,
     stride_vb, stride_vt, stride_vh,
     stride_ib,
     Tq, Tk, Hq, heads, l2_heads,
     GROUP: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, W: gl.constexpr, SOFTCAP: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, W: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """Compute out (B, Tq, Hq, D) contiguous and lse, for BM queries of one head."""
     PARTS: gl.constexpr = 1 if D1 == 0 else 2
@@ -263,7 +265,11 @@ def forward_kernel(
     # epilogue: out and lse
     async_copy.wait_group(0)
     l = gl.where(l == 0.0, 1.0, l)
-    gl.store(lse + bh.to(gl.int64) * Tq + i, m * LN2 + gl.log(l), mask=i < Tq)
+    lse_i = m * LN2 + gl.log(l)
+    if SINKS:
+        lse_i, growth = with_sink(lse_i, gl.load(sinks + h))
+        l *= growth
+    gl.store(lse + bh.to(gl.int64) * Tq + i, lse_i, mask=i < Tq)
     D: gl.constexpr = D0 + D1
     _store(out + (b.to(gl.int64) * Tq * Hq + h) * D, acc, (1.0 / l)[:, None], m0, Tq, Hq * D, PARTS)
 
@@ -464,10 +470,12 @@ def forward(
     c = FORWARD[shared_memory(q.device)][D]
     with torch.cuda.device_of(q):
         forward_kernel[(triton.cdiv(Tq, c.BM) * B * Hq,)](
-            *(q, k, v, out, lse, intervals.first, intervals.last, scores.scale * LOG2E.value),
+            *(q, k, v, out, lse, intervals.first, intervals.last, sinks_or(lse, scores)),
+            scores.scale * LOG2E.value,
             *(*strides_of(q), *strides_of(k), *strides_of(v), batch_stride(intervals.first)),
             *(Tq, k.shape[1], Hq, B * Hq, heads_in_l2(k, B * Hq, Hq // k.shape[2])),
             *(Hq // k.shape[2], *split(D), c.BM, c.BN, c.warps, scores.softcap),
+            scores.sinks is not None,
             num_warps=c.warps,
         )
     return out, lse
@@ -475,14 +483,14 @@ def forward(
 
 def backward(
     do: Tensor, dlse: Tensor | None, saved: Saved, intervals: Intervals, scores: Scores
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, contiguous."""
+) -> Gradients:
+    """Return dq, dk, dv, contiguous, and dsinks."""
     q, k, v, out, lse = saved
     B, Tq, Hq, D = q.shape
     Tk, Hkv = k.shape[1:3]
     q, k, v, do = (_addressable(x) for x in (q, k, v, do))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    lse2, delta = preprocess(do, dlse, out, lse)
+    lse2, delta, dsinks = preprocess(do, dlse, out, lse, scores.sinks)
     scale = scores.scale
     c, parts = BACKWARD[shared_memory(q.device)][D], split(D)
     tiles = triton.cdiv(Tq, c.BM)
@@ -499,7 +507,7 @@ def backward(
         sort_kernel[(tiles * B * Hq,)](
             *(sums, dq, scale, Tq, Hq, *parts, c.BM, c.S_ROWS, c.warps), num_warps=4
         )
-    return dq, dk, dv
+    return Gradients(dq, dk, dv, dsinks)
 
 
 def shared_memory(device: torch.device) -> int:

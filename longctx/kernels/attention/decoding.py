@@ -12,7 +12,8 @@ that each key is read once, and a second kernel combines the parts (Flash-Decodi
 
 The number of parts is fixed at the launch, their ends are read on the device: so the same launch
 serves every length, in a CUDA graph too. Exponentials are taken in base 2. Nothing
-is added atomically, so every result is deterministic. A row that sees nothing gets 0.
+is added atomically, so every result is deterministic. A row that sees nothing gets 0. The sink of a
+head joins where its parts are combined.
 
 Legend: B batch, T tokens of room in the cache, Hq and Hkv heads, GROUP query heads per key-value
 head, padded to ROWS, D head size, padded to PAD, both powers of two, BN keys of a tile. q, out (B,
@@ -93,10 +94,10 @@ def part_kernel(
     tl.store(part_lse + rows, m + tl.log2(l), mask=g < GROUP)
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["parts", "Hq"])
 def combine_kernel(
-    part_out, part_lse, out, parts,
-    D: tl.constexpr, PAD: tl.constexpr,
+    part_out, part_lse, sinks, out, parts, Hq,
+    D: tl.constexpr, PAD: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """out (B, Hq, D) of the parts of one head."""
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, PAD)
@@ -104,6 +105,9 @@ def combine_kernel(
     part_lse += row * parts
     m = float("-inf")
     l = 0.0
+    if SINKS:
+        m = tl.load(sinks + tl.program_id(0) % Hq) * LOG2E
+        l = tl.where(m == float("-inf"), 0.0, 1.0)
     acc = tl.zeros([PAD], tl.float32)
     for n in tl.range(0, parts, TOGETHER):
         s = n + tl.arange(0, TOGETHER)
@@ -146,11 +150,12 @@ def decode(
     last: Tensor,
     scale: float,
     parts: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return out (B, Hq, D) of q (B, Hq, D) over k, v (B, T, Hkv, D).
 
-    Row b sees keys first[b] .. last[b], int32. k and v are contiguous in D. `parts` is for tests;
-    None: `parts_of`. Waits for nothing.
+    Row b sees keys first[b] .. last[b], int32. k and v are contiguous in D. `sinks` (Hq,) float32:
+    see `Scores`. `parts` is for tests; None: `parts_of`. Waits for nothing.
     """
     (B, Hq, D), (T, Hkv) = q.shape, k.shape[1:3]
     group = Hq // Hkv
@@ -167,5 +172,6 @@ def decode(
             group, rows, D, pad, tile, STAGES,
             PRECISION_ON_AMD if torch.version.hip else PRECISION, num_warps=4,
         )  # fmt: skip
-        combine_kernel[(B * Hq,)](part_out, part_lse, out, parts, D, pad, num_warps=2)
+        given = part_out, part_lse, part_lse if sinks is None else sinks, out, parts, Hq
+        combine_kernel[(B * Hq,)](*given, D, pad, sinks is not None, num_warps=2)
     return out

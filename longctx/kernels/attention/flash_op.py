@@ -24,11 +24,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from longctx.kernels.attention import IMPLEMENTATIONS, Intervals, Saved, Scores
+from longctx.kernels.attention import IMPLEMENTATIONS, Gradients, Intervals, Saved, Scores
 from longctx.kernels.attention.launch import HOPPER, configure
 from longctx.kernels.attention.selftest import trust
-
-Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 
 def implementation(
@@ -107,6 +105,7 @@ def forward_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     first: Tensor,
     last: Tensor,
     qfirst: Tensor,
@@ -117,10 +116,10 @@ def forward_op(
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, Tq, Hq, D) and lse (B, Hq, Tq) float32 under an interval mask.
 
-    q is (B, Tq, Hq, D), k and v (B, Tk, Hkv, D).
+    q is (B, Tq, Hq, D), k and v (B, Tk, Hkv, D), sinks (Hq,) float32.
     """
     intervals = Intervals(first, last, qfirst, qlast)
-    return _forward(q, k, v, *intervals, Scores(scale, softcap), implementation)
+    return _forward(q, k, v, sinks, *intervals, Scores(scale, softcap, sinks), implementation)
 
 
 @torch.library.custom_op("longctx::flash_backward", mutates_args=())
@@ -132,6 +131,7 @@ def backward_op(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    sinks: Tensor | None,
     first: Tensor,
     last: Tensor,
     qfirst: Tensor,
@@ -139,37 +139,45 @@ def backward_op(
     scale: float,
     softcap: float | None,
     implementation: str,
-) -> Gradients:
-    """Return dq, dk, dv for the gradient `do` of out and `dlse` (or None) of lse.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv, dsinks for the gradient `do` of out and `dlse` (or None) of lse.
 
-    The operator has no derivative of its own.
+    Without sinks theirs is empty. The operator has no derivative of its own.
     """
     intervals = Intervals(first, last, qfirst, qlast)
-    saved = Saved(q, k, v, out, lse)
-    return _backward(do, dlse, saved, intervals, Scores(scale, softcap), implementation)
+    saved, scores = Saved(q, k, v, out, lse), Scores(scale, softcap, sinks)
+    dq, dk, dv, dsinks = _backward(do, dlse, saved, intervals, scores, implementation)
+    return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    """Run the forward kernels; `others` are the ends of intervals, scores and implementation."""
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, _sinks: Tensor | None, *others: Any
+) -> tuple[Tensor, Tensor]:
+    """Run the forward kernels; `others` are the ends of intervals, scores and implementation.
+
+    The sinks are those of the scores, once more for autograd.
+    """
     *intervals, scores, implementation = others
     # self-tested once per process
-    run = trusted("forward", implementation, q, k)
+    run = trusted("forward", implementation, q, k, scores.sinks is not None)
     output: tuple[Tensor, Tensor] = run(q, k, v, Intervals(*intervals), scores)
     return output
 
 
 def _backward(do: Tensor, dlse: Tensor | None, saved: Saved, *others: Any) -> Gradients:
     """Run the backward kernels; `others` are intervals, scores and implementation."""
-    run = trusted("backward", others[-1], saved.q, saved.k)
+    run = trusted("backward", others[-1], saved.q, saved.k, others[-2].sinks is not None)
     gradients: Gradients = run(do, dlse, saved, *others[:-1])
     return gradients
 
 
-def trusted(part: str, implementation: str, q: Tensor, k: Tensor) -> Callable[..., Any]:
+def trusted(
+    part: str, implementation: str, q: Tensor, k: Tensor, has_sinks: bool = False
+) -> Callable[..., Any]:
     """Return the kernels of a pass, "forward" or "backward", self-tested for tensors like q, k."""
     run: Callable[..., Any] = getattr(kernels(implementation, q.device), part)
     if _needs_trust(q, implementation):
-        trust(part, implementation, q, k, run)
+        trust(part, implementation, q, k, run, has_sinks)
     return run
 
 
@@ -185,8 +193,12 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @backward_op.register_fake
-def _(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Gradients:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    lse, sinks, *_ = others
+    dsinks = lse.new_empty(0 if sinks is None else len(sinks))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -196,10 +208,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, first, last, qfirst, qlast, out, lse = ctx.saved_tensors
+    q, k, v, sinks, first, last, qfirst, qlast, out, lse = ctx.saved_tensors
     do = torch.zeros_like(out) if do is None else do
     intervals = Intervals(first, last, qfirst, qlast)
-    scores = Scores(ctx.scale, ctx.softcap)
+    scores = Scores(ctx.scale, ctx.softcap, sinks)
     saved = Saved(q, k, v, out, lse)
     gradients = flash_backward(do, dlse, saved, intervals, scores, ctx.implementation)
     return *gradients, *[None] * 7
@@ -212,24 +224,32 @@ class _Flash(torch.autograd.Function):
     """`forward_op` without the dispatcher, which takes as long as the launches."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *others: Any
+    ) -> tuple[Tensor, Tensor]:
         *intervals, scores, implementation = others
-        ctx.others = Intervals(*intervals), scores, implementation
+        ctx.others = Intervals(*intervals), scores._replace(sinks=None), implementation
         # no call of ours between this one and the kernels
-        out, lse = trusted("forward", implementation, q, k)(q, k, v, *ctx.others[:-1])
+        run = trusted("forward", implementation, q, k, sinks is not None)
+        out, lse = run(q, k, v, ctx.others[0], scores)
         # the intervals have no gradient and need not be saved by autograd
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = Saved(*ctx.saved_tensors)
+        *tensors, sinks = ctx.saved_tensors
+        saved, (intervals, scores, implementation) = Saved(*tensors), ctx.others
         do = torch.zeros_like(saved.out) if do is None else do
-        return *flash_backward(do, dlse, saved, *ctx.others), *[None] * 6
+        scores = scores._replace(sinks=sinks)
+        gradients = flash_backward(do, dlse, saved, intervals, scores, implementation)
+        return *gradients, *[None] * 6
 
 
-def forward_for(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+def forward_for(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the shortest way to the forward kernels, with the arguments of `_forward`.
 
     Compilers, transforms and profilers see the operator. Raises NotImplementedError for
@@ -237,19 +257,24 @@ def forward_for(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., tuple[Tensor, 
     """
     has_duals = forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
     # a dual tensor's derivative would be dropped without an error
-    if has_duals and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
+    tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
+    if has_duals and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError("flash has no forward-mode derivative; use attention=naive")
-    if not unobserved(q, k, v):
+    if not unobserved(*tensors):
         return _by_operator
     # without gradients autograd's Function would cost time for nothing
-    needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad
-    return _Flash.apply if torch.is_grad_enabled() and needs_gradient else _forward
+    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return _Flash.apply if needs_gradient else _forward
 
 
-def _by_operator(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _by_operator(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *others: Any
+) -> tuple[Tensor, Tensor]:
     """Do as `_forward` through the operator, whose arguments are flat."""
     *intervals, scores, implementation = others
-    output: tuple[Tensor, Tensor] = forward_op(q, k, v, *intervals, *scores[:2], implementation)
+    scale, softcap, _ = scores
+    given = q, k, v, sinks, *intervals, scale, softcap, implementation
+    output: tuple[Tensor, Tensor] = forward_op(*given)
     return output
 
 
@@ -261,12 +286,12 @@ def flash_backward(
     scores: Scores,
     implementation: str,
 ) -> Gradients:
-    """Return dq, dk, dv as `backward_op` does; the operator refuses second derivatives."""
+    """Return the gradients of `backward_op`; the operator refuses second derivatives."""
     if torch.is_grad_enabled() or not unobserved(do, saved.q, saved.k, saved.v):
-        gradients: Gradients = backward_op(
-            do, dlse, *saved, *intervals, *scores[:2], implementation
-        )
-        return gradients
+        scale, softcap, sinks = scores
+        given = do, dlse, *saved, sinks, *intervals, scale, softcap, implementation
+        dq, dk, dv, dsinks = backward_op(*given)
+        return Gradients(dq, dk, dv, None if sinks is None else dsinks)
     return _backward(do, dlse, saved, intervals, scores, implementation)
 
 

@@ -41,6 +41,7 @@ X_empty, X has been read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -59,7 +60,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from longctx.kernels.attention import Intervals, Saved, Scores, hopper_size
+from longctx.kernels.attention import Gradients, Intervals, Saved, Scores, hopper_size
 from longctx.kernels.attention.hopper_backward_192 import backward_192_kernel
 from longctx.kernels.attention.hopper_backward_256 import backward_256_kernel
 from longctx.kernels.attention.hopper_order import (
@@ -102,6 +103,7 @@ from longctx.kernels.attention.portable import (
     heads_in_l2,
     padded_rows,
     preprocess_into,
+    sink_parts,
 )
 from longctx.kernels.attention.relaunch import LAUNCHES, Relaunch, first_launch, stream_of
 
@@ -702,6 +704,7 @@ class BackwardLaunches(NamedTuple):
     sums: int  # of dq
     zeroed: int  # sums, the counter, padded to 16 bytes, then the semaphores, padded likewise
     rows: int  # of lse2, and of delta, which follow
+    sink_sums: int  # the parts of dsinks, at the end
     preprocess: Relaunch
     main: Relaunch
     unpack: Relaunch
@@ -717,10 +720,10 @@ def backward(
     intervals: Intervals,
     scores: Scores,
     ordered: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, contiguous; `ordered`: dq, too, has the same bits every time."""
+) -> Gradients:
+    """Return dq, dk, dv, contiguous, and dsinks; `ordered`: all have the same bits every time."""
     assert scores.softcap is None
-    scale = scores.scale
+    scale, sinks = scores.scale, scores.sinks
     q, k, v, out, lse = saved
     device = q.get_device()
     if device != torch.cuda.current_device():
@@ -728,32 +731,33 @@ def backward(
             return backward(do, dlse, saved, intervals, scores, ordered)
     if dlse is not None:
         dlse = dlse.contiguous()
-    pointers = out, do, lse, lse if dlse is None else dlse
+    pointers = out, do, lse, lse if dlse is None else dlse, lse if sinks is None else sinks
     q_at, k_at, v_at, *ends = [x.data_ptr() for x in (q, k, v, *intervals)]
-    out_at, do_at, lse_at, dlse_at = given = [x.data_ptr() for x in pointers]
+    out_at, do_at, *others_at = given = [x.data_ptr() for x in pointers]
     # everything that the choice of a compiled kernel depends on
     key = (
         *(q.shape, k.shape, v.shape),
         *(q.stride(), k.stride(), v.stride(), do.stride(), out.stride()),
-        *(q.dtype, k.dtype, v.dtype, do.dtype, device, scale, ordered, dlse is None),
+        *(q.dtype, k.dtype, v.dtype, do.dtype, device, scale, ordered, dlse is None, sinks is None),
         *(intervals.first.stride(), intervals.qfirst.shape, intervals.qfirst.stride()),
         *[at % 16 for at in ends],
-        *(out_at % 16, lse_at % 16, dlse_at % 16),
+        *(out_at % 16, *[at % 16 for at in others_at]),
     )
     launches = _launches.get(key)
     aligned = (q_at | k_at | v_at | do_at) % 16 == 0
     if launches is None or not aligned or launches.config is not CONFIGS.get(launches.size):
-        return _first_backward(do, dlse, saved, intervals, scale, ordered, key)
+        return _first_backward(do, dlse, saved, intervals, scores, ordered, key)
     dq, dk, dv = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-    _, config, parts, sums, zeroed, rows, preprocess, main, unpack = launches
-    buffer = torch.empty(zeroed + 2 * rows, dtype=torch.float32, device=q.device)
+    _, config, parts, sums, zeroed, rows, sink_sums, preprocess, main, unpack = launches
+    count = zeroed + 2 * rows + sink_sums
+    buffer = torch.empty(count, dtype=torch.float32, device=q.device)
     stream, at = stream_of(device), buffer.data_ptr()
     # sums, counter and semaphores begin at 0
     buffer[:zeroed].zero_()
     # addresses in the buffer, whose parts `BackwardLaunches` lists
     end, lse2_at, dq_at = at + 4 * sums, at + 4 * zeroed, dq.data_ptr()
     delta_at = lse2_at + 4 * rows
-    preprocess(stream, (), *given, lse2_at, delta_at)
+    preprocess(stream, (), *given, lse2_at, delta_at, delta_at + 4 * rows)
     mapped = q_at, k_at, v_at, do_at, dk.data_ptr(), dv.data_ptr()
     semaphore = end + 16 if ordered else end
     if config is None:
@@ -766,7 +770,7 @@ def backward(
     else:
         main(stream, (lse2_at, delta_at, *((*mapped, at) * parts)), semaphore, end, *ends[2:])
     unpack(stream, (), at, dq_at)
-    return dq, dk, dv
+    return Gradients(dq, dk, dv, _dsinks(buffer[zeroed + 2 * rows :], sinks))
 
 
 def _first_backward(
@@ -774,33 +778,35 @@ def _first_backward(
     dlse: Tensor | None,
     saved: Saved,
     intervals: Intervals,
-    scale: float,
+    scores: Scores,
     ordered: bool,
     key: Hashable,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Compute a shape for the first time, or copy inputs that tensor maps cannot address."""
     q, k, v, out, lse = saved
     addressed = [addressable(x) for x in (q, k, v, do)]
     if any(x is not y for x, y in zip(addressed, (q, k, v, do), strict=True)):
         q, k, v, do = addressed
-        return backward(do, dlse, Saved(q, k, v, out, lse), intervals, Scores(scale), ordered)
+        return backward(do, dlse, Saved(q, k, v, out, lse), intervals, scores, ordered)
+    scale, sinks = scores.scale, scores.sinks
     B, Tq, Hq, D = q.shape
     size = hopper_size(D)
     # larger heads have a kernel without a choice of tiles
     c = CONFIGS.get(size)
     BM = c.BM if c else LARGE_QUERIES
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    # one buffer: sums of dq, counter, semaphores, lse2, delta
+    # one buffer: sums of dq, counter, semaphores, lse2, delta, parts of dsinks
     dq_tiles = B * Hq * triton.cdiv(Tq, BM)
     count = dq_tiles * BM * size
     semaphores = 2 * dq_tiles if ordered else 0
     zeroed = count + 4 + triton.cdiv(semaphores, 4) * 4
     rows = padded_rows(lse)
-    buffer = torch.empty(zeroed + 2 * rows.numel(), dtype=torch.float32, device=q.device)
+    after, sink_sums = zeroed + 2 * rows.numel(), 0 if sinks is None else math.prod(sink_parts(lse))
+    buffer = torch.empty(after + sink_sums, dtype=torch.float32, device=q.device)
     sums = buffer[:zeroed].zero_()
-    lse2, delta = buffer[zeroed:].view(2, *rows).unbind()
+    lse2, delta = buffer[zeroed:after].view(2, *rows).unbind()
     # delta, then dk, dv and the sums, then dq
-    before = preprocess_into(lse2, delta, do, dlse, out, lse)
+    before = preprocess_into(lse2, delta, buffer[after:], do, dlse, out, lse, sinks)
     tensors = Mapped(q, k, v, do, dk, dv, lse2, delta, sums)
     main = _first_launch(tensors, count, intervals, scale, size, ordered)
     constants = dict(D=D, PAD=size, BM=BM)
@@ -808,11 +814,17 @@ def _first_backward(
     unpack = first_launch(unpack_kernel, dq_tiles, (), *given, num_warps=8)
     assert before is not None and unpack is not None, "Gluon has no interpreter"
     parts = 2 if size == 96 else 1
-    launches = BackwardLaunches(size, c, parts, count, zeroed, rows.numel(), before, main, unpack)
+    sizes = parts, count, zeroed, rows.numel(), sink_sums
+    launches = BackwardLaunches(size, c, *sizes, before, main, unpack)
     if len(_launches) >= LAUNCHES:
         _launches.clear()
     _launches[key] = launches
-    return dq, dk, dv
+    return Gradients(dq, dk, dv, _dsinks(buffer[after:], sinks))
+
+
+def _dsinks(parts: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """Return the gradient of the sinks (Hq,) from `sink_parts`, if there are sinks."""
+    return None if sinks is None else parts.view(len(sinks), -1).sum(1)
 
 
 def sums_map(sums: Tensor, count: int, rows: int) -> TensorDescriptor:

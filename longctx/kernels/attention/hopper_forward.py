@@ -89,7 +89,9 @@ from longctx.kernels.attention.portable import (
     heads_in_l2,
     masked_tile,
     scheduled_tile,
+    sinks_or,
     visible_tiles,
+    with_sink,
 )
 from longctx.kernels.attention.relaunch import LAUNCHES, Relaunch, first_launch, stream_of
 
@@ -145,6 +147,8 @@ K_EMPTY = gl.constexpr(5)  # 5 + stage: a tile of k has been read
 V_EMPTY = gl.constexpr(9)  # 9 + stage: a tile of v has been read
 TURN = gl.constexpr(13)  # 13 + consumer: it may issue its products
 MOST_STAGES = gl.constexpr(4)
+# A tile's sink is read when its successor may be in the queue, and another behind that one
+SINK_SLOTS = gl.constexpr(4)
 
 
 @gluon.jit
@@ -154,6 +158,13 @@ def next_tile(t, end, counter, retry, RETRY: gl.constexpr):
         while (t < end) & (gl.load(retry + 1 + t, mask=t < end, other=0) == 0):
             t = gl.atomic_add(counter, 1) + gl.num_programs(0)
     return t
+
+
+@gluon.jit
+def own_sink(sink_slots, count):
+    """Return the sink of a consumer's count-th tile. A pointer would be in registers meanwhile."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(sink_slots.index(count % SINK_SLOTS).load(layout), axis=0)
 
 
 @gluon.jit
@@ -172,11 +183,11 @@ def first_query(rank, Tq, tiles, BM: gl.constexpr, BN: gl.constexpr):
 @gluon.jit
 def producer(
     q, k, v,
-    buffers, loaded, queue,
-    counter, retry, first, last, stride_ib,
+    buffers, loaded, queue, sink_slots,
+    counter, retry, first, last, sinks, stride_ib,
     Tq, Hq, tiles, heads, l2_heads,
     GROUP: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, RETRY: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, RETRY: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """Hand out tiles in the order of the schedule, and load the consumers' operands."""
     qs, ks, vs = buffers
@@ -190,8 +201,12 @@ def producer(
         end *= gl.load(retry)
     t = next_tile(gl.program_id(0), end, counter, retry, RETRY)
     while t < end:
-        push(queue, count, t)
         rank, bh = scheduled_tile(t, tiles, heads, l2_heads)
+        if SINKS:
+            one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+            zero = gl.zeros([1], gl.float32, layout=one)
+            sink_slots.index(count % SINK_SLOTS).store(zero + gl.load(sinks + bh % Hq))
+        push(queue, count, t)
         m0 = first_query(rank, Tq, tiles, BM, BN)
         b = bh // Hq
         h = bh % Hq
@@ -383,12 +398,13 @@ def release_unseen(
 @gluon.jit
 def consumer(
     out, lse,
-    buffers, outs, loaded, queue,
+    buffers, outs, loaded, queue, sink_slots,
     retry, first, last, stride_ib, scale_log2,
     Tq, Hq, tiles, heads, l2_heads,
     PARTS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
-    MASKED_LOOP: gl.constexpr, OUT_IN_Q: gl.constexpr, FIXED_MAX: gl.constexpr, C: gl.constexpr,
+    MASKED_LOOP: gl.constexpr, OUT_IN_Q: gl.constexpr, FIXED_MAX: gl.constexpr,
+    SINKS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Compute out and lse of consumer C's 64 queries of each tile."""
     qs, ks, vs = buffers
@@ -515,17 +531,25 @@ def consumer(
                 gl.store(retry + gl.zeros_like(i), 1, mask=flag)
                 gl.store(retry + 1 + t + gl.zeros_like(i), 1, mask=flag)
             total = gl.where(total == 0.0, 1.0, total)
-            gl.store(lse + bh.to(gl.int64) * Tq + i, m * LN2 + gl.log(total), mask=i < end)
+            lse_i = m * LN2 + gl.log(total)
+            if SINKS:
+                lse_i, growth = with_sink(lse_i, own_sink(sink_slots, count))
+            gl.store(lse + bh.to(gl.int64) * Tq + i, lse_i, mask=i < end)
             acc = finish_last_output(o_async, PARTS)
             bar_arrive(V_EMPTY + pending % STAGES, 128 * CONSUMERS + 32)
             if FIXED_MAX:
                 total = gl.convert_layout(gl.sum(l + r, axis=1), s_rows)
                 total = gl.where(total == 0.0, 1.0, total)
+            if SINKS:
+                total *= growth
             acc = divided(acc, total, PARTS)
         else:
             if not OUT_IN_Q:
                 mbarrier.arrive(q_empty.index(C), count=1)
-            gl.store(lse + bh.to(gl.int64) * Tq + i, m, mask=i < end)
+            lse_i = m
+            if SINKS:
+                lse_i, _ = with_sink(m, own_sink(sink_slots, count))
+            gl.store(lse + bh.to(gl.int64) * Tq + i, lse_i, mask=i < end)
 
         # epilogue: out leaves by TMA while the next tile begins
         tma.store_wait(0)
@@ -546,13 +570,13 @@ def consumer(
 @gluon.jit(do_not_specialize=["Tq", "Hq", "tiles", "heads", "l2_heads"])
 def forward_kernel(
     q, k, v, out, q1, k1, v1, out1,
-    lse, counter, retry, first, last, stride_ib, scale_log2,
+    lse, counter, retry, first, last, sinks, stride_ib, scale_log2,
     Tq, Hq, tiles, heads, l2_heads,
     shared: gl.constexpr, shared_kv: gl.constexpr, shared1: gl.constexpr, shared1_kv: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
     PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, MASKED_LOOP: gl.constexpr,
-    OUT_IN_Q: gl.constexpr, FIXED_MAX: gl.constexpr, RETRY: gl.constexpr,
+    OUT_IN_Q: gl.constexpr, FIXED_MAX: gl.constexpr, RETRY: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """Compute out (B, Tq, Hq, D) contiguous and lse (B, Hq, Tq); q, k, v, out are tensor maps.
 
@@ -588,6 +612,8 @@ def forward_kernel(
     buffers = ForwardBuffers(qs, ks, vs)
     loaded = ForwardLoaded(q_full, q_empty, k_full, v_full)
     queue = tile_queue(CONSUMERS)
+    one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    sink_slots = gl.allocate_shared_memory(gl.float32, [SINK_SLOTS, 1], one)
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -602,67 +628,67 @@ def forward_kernel(
         gl.warp_specialize([
             (consumer, (
                 out_maps, lse,
-                buffers, outs, loaded, queue,
+                buffers, outs, loaded, queue, sink_slots,
                 retry, first, last, stride_ib, scale_log2,
                 Tq, Hq, tiles, heads, l2_heads,
                 PARTS, BN, STAGES, CONSUMERS,
-                PINGPONG, OVERLAP, MASKED_LOOP, OUT_IN_Q, FIXED_MAX, 0,
+                PINGPONG, OVERLAP, MASKED_LOOP, OUT_IN_Q, FIXED_MAX, SINKS, 0,
             )),
             (consumer, (
                 out_maps, lse,
-                buffers, outs, loaded, queue,
+                buffers, outs, loaded, queue, sink_slots,
                 retry, first, last, stride_ib, scale_log2,
                 Tq, Hq, tiles, heads, l2_heads,
                 PARTS, BN, STAGES, CONSUMERS,
-                PINGPONG, OVERLAP, MASKED_LOOP, OUT_IN_Q, FIXED_MAX, 1,
+                PINGPONG, OVERLAP, MASKED_LOOP, OUT_IN_Q, FIXED_MAX, SINKS, 1,
             )),
             (producer, (
                 q_maps, k_maps, v_maps,
-                buffers, loaded, queue,
-                counter, retry, first, last, stride_ib,
+                buffers, loaded, queue, sink_slots,
+                counter, retry, first, last, sinks, stride_ib,
                 Tq, Hq, tiles, heads, l2_heads,
-                GROUP, D, PARTS, BN, STAGES, CONSUMERS, RETRY,
+                GROUP, D, PARTS, BN, STAGES, CONSUMERS, RETRY, SINKS,
             )),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
             (consumer, (
                 out_maps, lse,
-                buffers, outs, loaded, queue,
+                buffers, outs, loaded, queue, sink_slots,
                 retry, first, last, stride_ib, scale_log2,
                 Tq, Hq, tiles, heads, l2_heads,
                 PARTS, BN, STAGES, CONSUMERS,
-                PINGPONG, OVERLAP, MASKED_LOOP, OUT_IN_Q, FIXED_MAX, 0,
+                PINGPONG, OVERLAP, MASKED_LOOP, OUT_IN_Q, FIXED_MAX, SINKS, 0,
             )),
             (consumer, (
                 out_maps, lse,
-                buffers, outs, loaded, queue,
+                buffers, outs, loaded, queue, sink_slots,
                 retry, first, last, stride_ib, scale_log2,
                 Tq, Hq, tiles, heads, l2_heads,
                 PARTS, BN, STAGES, CONSUMERS,
-                PINGPONG, OVERLAP, MASKED_LOOP, OUT_IN_Q, FIXED_MAX, 1,
+                PINGPONG, OVERLAP, MASKED_LOOP, OUT_IN_Q, FIXED_MAX, SINKS, 1,
             )),
             (consumer, (
                 out_maps, lse,
-                buffers, outs, loaded, queue,
+                buffers, outs, loaded, queue, sink_slots,
                 retry, first, last, stride_ib, scale_log2,
                 Tq, Hq, tiles, heads, l2_heads,
                 PARTS, BN, STAGES, CONSUMERS,
-                PINGPONG, OVERLAP, MASKED_LOOP, OUT_IN_Q, FIXED_MAX, 2,
+                PINGPONG, OVERLAP, MASKED_LOOP, OUT_IN_Q, FIXED_MAX, SINKS, 2,
             )),
             (producer, (
                 q_maps, k_maps, v_maps,
-                buffers, loaded, queue,
-                counter, retry, first, last, stride_ib,
+                buffers, loaded, queue, sink_slots,
+                counter, retry, first, last, sinks, stride_ib,
                 Tq, Hq, tiles, heads, l2_heads,
-                GROUP, D, PARTS, BN, STAGES, CONSUMERS, RETRY,
+                GROUP, D, PARTS, BN, STAGES, CONSUMERS, RETRY, SINKS,
             )),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     # fmt: on
 
 
 def constants_of(
-    c: ForwardConfig, size: int, group: int, dtype: gl.dtype, retry: bool
+    c: ForwardConfig, size: int, group: int, dtype: gl.dtype, retry: bool, sinks: bool
 ) -> dict[str, Any]:
     """Return the constants of `forward_kernel`: heads of `size` channels, `group` share k and v."""
     width, rest = split(size)
@@ -684,6 +710,7 @@ def constants_of(
         OUT_IN_Q=c.out_in_q,
         FIXED_MAX=dtype == gl.bfloat16 and not retry,
         RETRY=retry,
+        SINKS=sinks,
     )
 
 
@@ -705,23 +732,24 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return out like q, contiguous, and lse (B, Hq, Tq) float32."""
     assert scores.softcap is None
-    scale = scores.scale
+    scale, sinks = scores.scale, scores.sinks
     device = q.get_device()
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return forward(q, k, v, intervals, scores)
     first, last = intervals[:2]
     q_at, k_at, v_at, *ends = [x.data_ptr() for x in (q, k, v, first, last)]
+    sinks_at = 0 if sinks is None else sinks.data_ptr()
     # everything that the choice of a compiled kernel depends on
     key = (
         *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
         *(q.dtype, k.dtype, v.dtype, device, scale),
-        *(first.shape, first.stride(), ends[0] % 16, ends[1] % 16),
+        *(first.shape, first.stride(), ends[0] % 16, ends[1] % 16, sinks is None, sinks_at % 16),
     )
     launches = _launches.get(key)
     aligned = (q_at | k_at | v_at) % 16 == 0
     if launches is None or not aligned or launches.config is not CONFIGS[launches.size]:
-        return _first_forward(q, k, v, intervals, scale, key)
+        return _first_forward(q, k, v, intervals, scores, key)
     B, Tq, Hq, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty((B, Hq, Tq), dtype=torch.float32, device=q.device)
@@ -731,17 +759,17 @@ def forward(
     lse_at = lse.data_ptr()
     # the second launch computes the flagged tiles again; each has a counter of its own
     for retry, again in enumerate(launches.kernels):
-        again(stream, mapped, lse_at, at + 4 * retry, at + 8, *ends)
+        again(stream, mapped, lse_at, at + 4 * retry, at + 8, *ends, sinks_at or lse_at)
     return out, lse
 
 
 def _first_forward(
-    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, key: Hashable
+    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scores: Scores, key: Hashable
 ) -> tuple[Tensor, Tensor]:
     """Compute a shape for the first time, or copy inputs that tensor maps cannot address."""
     addressed = addressable(q), addressable(k), addressable(v)
     if any(x is not y for x, y in zip(addressed, (q, k, v), strict=True)):
-        return forward(*addressed, intervals, Scores(scale))
+        return forward(*addressed, intervals, scores)
     B, Tq, Hq, D = q.shape
     size = hopper_size(D)
     c = CONFIGS[size]
@@ -750,7 +778,7 @@ def _first_forward(
     # a counter for each launch, then `retry`
     count = 3 + triton.cdiv(Tq, 64 * c.consumers) * B * Hq
     flags = torch.zeros(count, dtype=torch.int32, device=q.device)
-    kernels = _first_launches((q, k, v, out), lse, flags, intervals, scale, size)
+    kernels = _first_launches((q, k, v, out), lse, flags, intervals, scores, size)
     if len(_launches) >= LAUNCHES:  # rare, and simpler than an order of use
         _launches.clear()
     _launches[key] = ForwardLaunches(size, c, 2 if split(size)[1] else 1, count, kernels)
@@ -762,7 +790,7 @@ def _first_launches(
     lse: Tensor,
     flags: Tensor,
     intervals: Intervals,
-    scale: float,
+    scores: Scores,
     size: int,
 ) -> tuple[Relaunch, ...]:
     """Launch for q, k, v, out = tensors, and again for flagged tiles if m is fixed.
@@ -781,13 +809,15 @@ def _first_launches(
     tiles = triton.cdiv(Tq, 64 * c.consumers)
     # arguments after maps and pointers
     scalars = (
-        *(batch_stride(intervals.first), scale * LOG2E.value),
+        *(batch_stride(intervals.first), scores.scale * LOG2E.value),
         *(Tq, Hq, tiles, B * Hq, heads_in_l2(k, B * Hq, group)),
     )
     programs = min(tiles * B * Hq, multiprocessors(q.device))
     retries = (False, True) if dtype == gl.bfloat16 else (False,)
-    pointers = [(lse, flags[retry:], flags[2:], *intervals[:2]) for retry in retries]
-    constants = [constants_of(c, size, group, dtype, retry) for retry in retries]
+    ends = *intervals[:2], sinks_or(lse, scores)
+    pointers = [(lse, flags[retry:], flags[2:], *ends) for retry in retries]
+    has_sinks = scores.sinks is not None
+    constants = [constants_of(c, size, group, dtype, retry, has_sinks) for retry in retries]
     launches = []
     for addresses, fixed in zip(pointers, constants, strict=True):
         again = first_launch(forward_kernel, programs, maps, addresses, scalars, fixed, num_warps=4)

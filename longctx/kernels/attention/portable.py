@@ -8,6 +8,12 @@
 With a softcap c scores become c · tanh(s_ij / c) before the mask, and ds_ij is multiplied by
 1 - tanh². SOFTCAP is a constant of the kernel: without it nothing of this is compiled.
 
+A sink z of the query's head joins the softmax and has no value. The sums end as without it, then
+
+    lse' = log(exp(lse) + exp(z)),   o' = o · exp(lse - lse') = o / (1 + exp(z - lse))
+
+The backward takes lse' and o' for lse and o, and dz = -Σ_i exp(z - lse'_i) · delta_i.
+
 Exponentials are taken in base 2, with scale·log2(e) folded into one multiply-add. A program of the
 forward and of the dq kernel owns a tile of queries and loops over keys; one of the dk/dv kernel
 owns a tile of keys and loops over the queries of its whole group. Nothing is added atomically, so
@@ -34,7 +40,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from longctx.kernels.attention import Intervals, Saved, Scores
+from longctx.kernels.attention import Gradients, Intervals, Saved, Scores
 from longctx.kernels.attention.launch import Launch, launch_config
 from longctx.kernels.attention.relaunch import Relaunch, first_launch
 
@@ -153,6 +159,14 @@ def softcapped(s, scale_log2, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def with_sink(lse, sink):
+    """Return the lse with a logit more, and by what factor the sum of exponentials grows."""
+    # a blind query has lse -inf: its sink is all it has, and -inf - -inf would be NaN
+    above = tl.where(lse == float("-inf"), float("inf"), sink - lse)
+    return tl.maximum(lse, sink) + tl.log(1.0 + tl.exp(-tl.abs(above))), 1.0 + tl.exp(above)
+
+
+@triton.jit
 def _own_queries(
     first, last, stride_ib, Tq, Hq, heads, l2_heads, BM: tl.constexpr, BN: tl.constexpr
 ):
@@ -212,7 +226,7 @@ def _forward_tile(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
-    q, k, v, out, lse, first, last, scale_log2,
+    q, k, v, out, lse, first, last, sinks, scale_log2,
     stride_qb, stride_qt, stride_qh,
     stride_kb, stride_kt, stride_kh,
     stride_vb, stride_vt, stride_vh,
@@ -220,7 +234,7 @@ def forward_kernel(
     Tq, Tk, Hq, heads, l2_heads,
     GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Compute out (B, Tq, Hq, D) contiguous and lse, for BM queries of one head."""
     b, h, bh, m0, i, first_i, last_i, lo, full_lo, full_hi, masked = _own_queries(
@@ -256,20 +270,24 @@ def forward_kernel(
 
     # epilogue: out and lse
     l = tl.where(l == 0.0, 1.0, l)
+    lse_i = m * LN2 + tl.log(l)
+    if SINKS:
+        lse_i, growth = with_sink(lse_i, tl.load(sinks + h))
+        l *= growth
     acc = acc / l[:, None]
-    tl.store(lse + bh.to(tl.int64) * Tq + i, m * LN2 + tl.log(l), mask=i < Tq)
+    tl.store(lse + bh.to(tl.int64) * Tq + i, lse_i, mask=i < Tq)
     _store(out + (b.to(tl.int64) * Tq * Hq + h) * D, acc, m0, Tq, Hq * D, D, PAD, BM)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def delta_kernel(
-    out, do, lse, dlse, lse2, delta,
+    out, do, lse, dlse, sinks, lse2, delta, dsinks,
     stride_ob, stride_ot, stride_oh,
     stride_gb, stride_gt, stride_gh,
     Tq, Hq,
-    D: tl.constexpr, PAD: tl.constexpr, HAS_DLSE: tl.constexpr,
+    D: tl.constexpr, PAD: tl.constexpr, HAS_DLSE: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Compute delta = Σ do·o - dlse, and the lse in base 2.
+    """Compute delta = Σ do·o - dlse, the lse in base 2, and each program's part of dsinks, (Hq, n).
 
     For blind queries and past the end the lse is +inf, so p is 0.
     """
@@ -290,6 +308,9 @@ def delta_kernel(
         total -= tl.load(dlse + at, mask=i < Tq, other=0.0)
     # base 2, as the other kernels take it
     x = tl.load(lse + at, mask=i < Tq, other=float("-inf"))
+    if SINKS:
+        p = tl.where(x == float("-inf"), 0.0, tl.exp(tl.load(sinks + h) - x))
+        tl.store(dsinks + h * (tl.num_programs(0) // Hq) + tile, -tl.sum(p * total, 0))
     at = bh * padded + i
     tl.store(lse2 + at, tl.where(x == float("-inf"), float("inf"), x * LOG2E))
     tl.store(delta + at, total)
@@ -506,25 +527,27 @@ def forward(
     with torch.cuda.device_of(q):
         forward_kernel[(triton.cdiv(Tq, c.BM) * B * Hq,)](
             *(_operand(x, rows, tma) for x, rows in ((q, c.BM), (k, c.BN), (v, c.BN))),
-            *(out, lse, intervals.first, intervals.last, scores.scale * LOG2E.value),
+            *(out, lse, intervals.first, intervals.last, sinks_or(lse, scores)),
+            scores.scale * LOG2E.value,
             *(*strides_of(q), *strides_of(k), *strides_of(v), batch_stride(intervals.first)),
             *(Tq, k.shape[1], Hq, B * Hq, heads_in_l2(k, B * Hq, Hq // k.shape[2])),
             **_constants(q, k, c, tma, scores.softcap),
+            SINKS=scores.sinks is not None,
         )
     return out, lse
 
 
 def backward(
     do: Tensor, dlse: Tensor | None, saved: Saved, intervals: Intervals, scores: Scores
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, contiguous."""
+) -> Gradients:
+    """Return dq, dk, dv, contiguous, and dsinks."""
     q, k, v, out, lse = saved
     B, Tq, Hq, D = q.shape
     Tk, Hkv = k.shape[1:3]
     tma = _use_tma(q)
     q, k, v, do = (_addressable(x, tma) for x in (q, k, v, do))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    lse2, delta = preprocess(do, dlse, out, lse)
+    lse2, delta, dsinks = preprocess(do, dlse, out, lse, scores.sinks)
 
     def launch(kernel, c, tiles, heads, l2_heads, outputs, ends, **constants):
         operands = (q, c.BM), (k, c.BN), (v, c.BN), (do, c.BM)
@@ -551,15 +574,25 @@ def backward(
         c, heads = launch_config("dq", q, Tk), B * Hq
         tiles, l2_heads = triton.cdiv(Tq, c.BM), heads_in_l2(k, heads, Hq // Hkv)
         launch(dq_kernel, c, tiles, heads, l2_heads, (dq,), intervals[:2])
-    return dq, dk, dv
+    return Gradients(dq, dk, dv, dsinks)
 
 
-def preprocess(do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return lse in base 2 and delta, each (B, Hq, Tq padded to a multiple of ROW) float32."""
+def sinks_or(lse: Tensor, scores: Scores) -> Tensor:
+    """Return the sinks of `scores`, or a tensor for their place in a kernel that reads none."""
+    return lse if scores.sinks is None else scores.sinks
+
+
+def preprocess(
+    do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return lse in base 2 and delta, each (B, Hq, Tq padded to a multiple of ROW) float32, and
+    the gradient of `sinks`, if any.
+    """
     lse2, delta = lse.new_empty((2, *padded_rows(lse))).unbind()
+    parts = lse2 if sinks is None else lse.new_empty(sink_parts(lse))
     with torch.cuda.device_of(out):
-        preprocess_into(lse2, delta, do, dlse, out, lse)
-    return lse2, delta
+        preprocess_into(lse2, delta, parts, do, dlse, out, lse, sinks)
+    return lse2, delta, None if sinks is None else parts.sum(1)
 
 
 def padded_rows(lse: Tensor) -> torch.Size:
@@ -568,18 +601,34 @@ def padded_rows(lse: Tensor) -> torch.Size:
     return torch.Size((B, Hq, triton.cdiv(Tq, ROW.value) * ROW.value))
 
 
-def preprocess_into(
-    lse2: Tensor, delta: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-) -> Relaunch | None:
-    """Compute `lse2` and `delta`; return how to do it again, or None in the interpreter.
+def sink_parts(lse: Tensor) -> tuple[int, int]:
+    """Return the shape of the parts of dsinks: programs of `delta_kernel` add up rows of each."""
+    B, Hq, rows = padded_rows(lse)
+    return Hq, B * rows // DELTA_ROWS.value
 
-    The addresses are those of out, do, lse, dlse (or lse again), lse2 and delta.
+
+def preprocess_into(
+    lse2: Tensor,
+    delta: Tensor,
+    dsinks: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+) -> Relaunch | None:
+    """Compute `lse2`, `delta` and the parts of `dsinks`; return how to do it again, or None in the
+    interpreter.
+
+    The addresses are those of out, do, lse, dlse, sinks (or lse again), lse2, delta and dsinks.
     """
     Tq, Hq, D = out.shape[1:]
     dlse = None if dlse is None else dlse.contiguous()
-    pointers = out, do, lse, lse if dlse is None else dlse, lse2, delta
+    given = (lse if x is None else x for x in (dlse, sinks))
+    pointers = out, do, lse, *given, lse2, delta, dsinks
     scalars = *strides_of(out), *strides_of(do), Tq, Hq
-    constants = dict(D=D, PAD=triton.next_power_of_2(D), HAS_DLSE=dlse is not None)
+    has = dict(HAS_DLSE=dlse is not None, SINKS=sinks is not None)
+    constants = dict(D=D, PAD=triton.next_power_of_2(D), **has)
     programs = padded_rows(lse).numel() // DELTA_ROWS.value
     return first_launch(delta_kernel, programs, (), pointers, scalars, constants, num_warps=8)
 

@@ -44,7 +44,7 @@ class SelfTestFailed(ValueError):
 class Problem(NamedTuple):
     """Integer inputs and the exact results, fp32.
 
-    q, do, out, dq are (1, Tq, G, D); k, v, dk, dv (1, Tk, 1, D).
+    q, do, out, dq are (1, Tq, G, D); k, v, dk, dv (1, Tk, 1, D); sinks, dsinks (G,).
     """
 
     q: Tensor
@@ -60,6 +60,8 @@ class Problem(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    sinks: Tensor | None
+    dsinks: Tensor
 
 
 _trusted: set[tuple[Any, ...]] = set()
@@ -67,7 +69,14 @@ _testing = {"forward": threading.Lock(), "backward": threading.Lock()}
 _making = threading.Lock()  # of a problem, for which the number of threads changes
 
 
-def trust(part: str, implementation: str, q: Tensor, k: Tensor, run: Callable[..., Any]) -> None:
+def trust(
+    part: str,
+    implementation: str,
+    q: Tensor,
+    k: Tensor,
+    run: Callable[..., Any],
+    has_sinks: bool = False,
+) -> None:
     """Test `run`, the "forward" or "backward" of `implementation`, for tensors like q and k.
 
     Once per process, whatever thread asks; inside a CUDA graph capture nothing is tested. Raises
@@ -80,7 +89,7 @@ def trust(part: str, implementation: str, q: Tensor, k: Tensor, run: Callable[..
         bucket = launch.longest_bucket(
             (name for name, its in launch.PORTABLE.items() if its == part), q, k.shape[1]
         )
-    key = (part, implementation, q.device, q.dtype, q.shape[3], group, bucket)
+    key = (part, implementation, q.device, q.dtype, q.shape[3], group, bucket, has_sinks)
     if key in _trusted or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     with _testing[part], torch.no_grad():
@@ -88,7 +97,8 @@ def trust(part: str, implementation: str, q: Tensor, k: Tensor, run: Callable[..
             return
         # longer problems in fewer copies: the test takes about the same time
         copies = max(2, max(COPIES // group, 20) * QUERIES // (bucket + QUERIES))
-        error = check(part, run, q.device, q.dtype, q.shape[3], group, bucket, copies)
+        shapes = q.shape[3], group, bucket, copies, has_sinks
+        error = check(part, run, q.device, q.dtype, *shapes)
         if error:
             raise SelfTestFailed(_message(part, implementation, q, error))
         _trusted.add(key)
@@ -103,10 +113,11 @@ def check(
     group: int = 1,
     bucket: int = 0,
     copies: int = 1,
+    has_sinks: bool = False,
 ) -> str | None:
     """Return the first mistake of `run`, the `part` of some `Kernels`, or None."""
     with _making, torch.device("cpu"), one_thread():  # whatever the default device is
-        x = problem(head_dim, group, bucket)
+        x = problem(head_dim, group, bucket, has_sinks)
     # copies of one problem keep all multiprocessors busy, and must agree
     inputs = (x.q, x.k, x.v, x.do, x.given_out)
     q, k, v, do, out = (t.to(device, dtype).repeat(copies, 1, 1, 1) for t in inputs)
@@ -114,13 +125,18 @@ def check(
     qfirst = torch.searchsorted(x.last, keys, out_int32=True)
     qlast = torch.searchsorted(x.first, keys, right=True, out_int32=True) - 1
     intervals = Intervals(*(end.to(device) for end in (x.first, x.last, qfirst, qlast)))
+    scores = Scores(SCALE, sinks=None if x.sinks is None else x.sinks.to(device))
     if part == "forward":
-        output = run(q, k, v, intervals, Scores(SCALE))
+        output = run(q, k, v, intervals, scores)
         results = zip(("out", "lse"), output, (x.out, x.lse), strict=True)
     else:
         saved = Saved(q, k, v, out, x.given_lse.to(device).repeat(copies, 1, 1))
-        gradients = run(do, None, saved, intervals, Scores(SCALE))
+        *gradients, dsinks = run(do, None, saved, intervals, scores)
         results = zip(("dq", "dk", "dv"), gradients, (x.dq, x.dk, x.dv), strict=True)
+        if has_sinks:  # all copies add to it
+            wrong = _difference(dsinks.cpu().double(), x.dsinks * copies, dsinks.dtype)
+            if wrong:
+                return f"dsinks {wrong}"
     for name, actual, exact in results:
         if not torch.equal(actual.nan_to_num(), actual[:1].nan_to_num().expand_as(actual)):
             return f"{name} is not the same for {copies} copies of one problem"
@@ -165,7 +181,7 @@ def one_thread() -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=1)  # forward and backward have the same
-def problem(head_dim: int, group: int, bucket: int) -> Problem:
+def problem(head_dim: int, group: int, bucket: int, has_sinks: bool = False) -> Problem:
     """Return inputs and their exact results; no query sees the first `bucket` keys."""
     Tq, Tk = QUERIES, bucket + QUERIES + AHEAD
     q, do = (_sparse(Tq * group, head_dim, seed).view(1, Tq, group, head_dim) for seed in (1, 2))
@@ -184,10 +200,13 @@ def problem(head_dim: int, group: int, bucket: int) -> Problem:
     dk, dv = torch.zeros_like(k, dtype=torch.float64), torch.zeros_like(v, dtype=torch.float64)
     lse = torch.full((1, group, Tq), -math.inf, dtype=torch.float64)
     kj, vj = k[0, bucket:, 0], v[0, bucket:, 0]
+    # a sink, too, is an integer power of two
+    sink2 = integers((group,), 6, 5) + 4
+    dsinks = torch.zeros(group, dtype=torch.float64)
     for h in range(group):
         qi, doi = q[0, :, h], do[0, :, h]
         p = torch.where(visible, torch.ldexp(torch.ones(()), qi @ kj.T), 0.0)
-        total = p.sum(1).double()
+        total = p.sum(1).double() + (2.0 ** sink2[h] if has_sinks else 0.0)
         out[0, :, h] = (p @ vj).double() / total.clamp(min=1e-9)[:, None]
         lse[0, h] = total.log()
         # backward: lse and out are given, whatever forward computed
@@ -196,7 +215,11 @@ def problem(head_dim: int, group: int, bucket: int) -> Problem:
         dv[0, bucket:, 0] += (p.T @ doi).double()
         dk[0, bucket:, 0] += (ds.T @ qi).double() * SCALE
         dq[0, :, h] = (ds @ kj).double() * SCALE
-    return Problem(q, k, v, do, first[None], last[None], given_out, given_lse, out, lse, dq, dk, dv)
+        delta = (doi * given_out[0, :, h]).sum(1)
+        dsinks[h] = -(2.0 ** (sink2[h] - LSE2)) * delta[i >= BLIND].sum()
+    given = q, k, v, do, first[None], last[None], given_out, given_lse
+    sinks = sink2 * SCALE if has_sinks else None
+    return Problem(*given, out, lse, dq, dk, dv, sinks, dsinks)
 
 
 def _sparse(rows: int, columns: int, seed: int) -> Tensor:

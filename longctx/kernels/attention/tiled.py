@@ -14,7 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from longctx.kernels.attention import Intervals, Saved, Scores
+from longctx.kernels.attention import Gradients, Intervals, Saved, Scores
+from longctx.kernels.attention.sinks import gradient_of_sinks, with_sinks
 
 # queries × keys of a tile: small enough for L2, large enough for the matrix library
 ROWS = 256
@@ -49,13 +50,13 @@ def forward(
                 scale=scores.scale,
             )
             out[b, rows], lse[b, :, rows] = o[0].transpose(0, 1), s[0]
-    return out, lse
+    return (out, lse) if scores.sinks is None else with_sinks(out, lse, scores.sinks)
 
 
 def backward(
     do: Tensor, dlse: Tensor | None, saved: Saved, intervals: Intervals, scores: Scores
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv for the gradients do of out and dlse of lse."""
+) -> Gradients:
+    """Return dq, dk, dv and dsinks for the gradients do of out and dlse of lse."""
     do = do.contiguous()
     q, k, v, out, lse = saved
     # keys out of sight of all queries keep zero gradients
@@ -91,7 +92,9 @@ def backward(
             for target, grad in ((dk, grads[1]), (dv, grads[2])):
                 of_group = grad[0].unflatten(0, (k.shape[2], -1)).float()
                 target[b, cols] += of_group.sum(1).transpose(0, 1).to(k.dtype)
-    return dq, dk, dv
+    if scores.sinks is None:
+        return Gradients(dq, dk, dv)
+    return Gradients(dq, dk, dv, gradient_of_sinks(scores.sinks, do, dlse, out, lse))
 
 
 def _of_sequence(intervals: Intervals, b: int) -> tuple[Tensor, Tensor]:
