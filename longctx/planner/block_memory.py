@@ -40,7 +40,7 @@ def kept(block: BlockSpec, p: Pass) -> Iterator[Kept]:
     # q, k, v, the output and the lse
     yield Kept(attention_saved(attention, p), ATTENTION)
     yield Kept(p.weight_copy * attention.linears[0].weights, ATTENTION)
-    if attention.model.sinks:
+    if attention.model.sinks and not p.backend.fuses_sinks:
         # The output that they scaled; their share, before and after masking, and the mask
         yield Kept((e * attention.query_size + (2 * FP32 + 1) * heads) * N, ATTENTION)
     if p.recompute == "none":
@@ -104,7 +104,9 @@ def attention_backward(block: BlockSpec, p: Pass) -> int:
         needed += e * (q + 2 * kv) * p.tokens
         # With one tile the norm, and q and k before rotation too
         needed += e * (C + q + kv) * p.tokens if p.tile == p.tokens else 0
-    elif block.attention.model.sinks:  # the gradient of the output before they scale it
+    elif (
+        block.attention.model.sinks and not p.backend.fuses_sinks
+    ):  # the gradient of the output before they scale it
         needed += e * q * p.tokens
     return needed
 

@@ -19,7 +19,7 @@ TUNED = ("3.6.", "3.7.")  # versions of Triton that tiles and registers were cho
 # in seconds; the others take half a minute and more
 FAST = ("backward 64", *(f"unpack {head_dim}" for head_dim in (64, 88, 128, 184, 256)))
 SLOW = (
-    *("forward retry 64", "ordered backward of groups 64"),
+    *("forward retry 64", "ordered backward of groups 64", "forward sinks 64", "forward sinks 128"),
     *("backward 128", "backward of groups 128", "ordered backward 128"),
     *(f"forward {head_dim}" for head_dim in (64, 96, 128, 192, 256)),
     *(f"{order}backward {head_dim}" for order in ("", "ordered ") for head_dim in (96, 192, 256)),
@@ -43,7 +43,8 @@ def test_hopper_products_stay_asynchronous(kernels):
     assert len(reports) == len(kernels)
     warnings = {name: report["warnings"] for name, report in reports.items()}
     assert not any(warnings.values()), f"C7512: ptxas serializes the products: {warnings}"
-    check_fits(reports, 227, lambda name: 16 if "ordered backward 192" in name else 0)
+    few = {"ordered backward 192": 16, "forward sinks 128": 4}
+    check_fits(reports, 227, lambda name: max(few[x] if x in name else 0 for x in few))
 
 
 def check_fits(reports, shared, spilled):
