@@ -12,7 +12,7 @@ from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
 from longctx.attention.registry import AttentionRequest, Backend, Gradients, register
 from longctx.kernels import HAS_TRITON
-from longctx.kernels.attention import IMPLEMENTATIONS, Intervals, Saved, Scores, launch
+from longctx.kernels.attention import IMPLEMENTATIONS, SHORT, Intervals, Saved, Scores, launch
 from longctx.kernels.attention.flash_op import flash_backward, forward_for, implementation, runs
 
 
@@ -64,7 +64,8 @@ class Flash(Backend):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, kernel: str = "auto"
     ) -> tuple[Tensor, Tensor, str]:
         chosen = implementation(q.device, q.dtype, q.shape[3], kernel)
-        intervals = mask.first, mask.last, mask.qfirst, mask.qlast
+        short = mask.window is not None and mask.window <= SHORT
+        intervals = mask.first, mask.last, mask.qfirst, mask.qlast, short
         # no call between `run` and the kernels: it would cost host time
         sinks = scores.sinks
         out, lse = forward_for(q, k, v, sinks)(q, k, v, sinks, *intervals, scores, chosen)

@@ -171,7 +171,7 @@ def test_operator_is_registered_properly(implementation):
     options = 0.25, None, implementation
     for sinks in (None, torch.zeros(2, device=DEVICE, requires_grad=True)):
         others = sinks, *intervals, *options
-        torch.library.opcheck(forward_op, (q, k, v, *others))
+        torch.library.opcheck(forward_op, (q, k, v, sinks, *intervals, False, *options))
         with torch.no_grad():
             out, lse = attention(q, k, v, mask, return_lse=True, scale=0.25, sinks=sinks)
             torch.library.opcheck(backward_op, (out, None, q, k, v, out, lse, *others))

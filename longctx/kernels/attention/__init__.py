@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:  # planning reads the sizes, and needs no torch
     from torch import Tensor
 
+SHORT = 1024  # keys of a window, up to which tiles of fewer keys are faster
 HOPPER_SIZES = (64, 96, 128, 192, 256)  # to the next of which Hopper's kernels pad a head
 
 
@@ -29,13 +30,15 @@ def hopper_size(head_dim: int) -> int:
 class Intervals(NamedTuple):
     """Keys that each query sees, and the transpose, int32; both ends are included.
 
-    `first`, `last` are (B or 1, Tq), `qfirst`, `qlast` (B or 1, Tk).
+    `first`, `last` are (B or 1, Tq), `qfirst`, `qlast` (B or 1, Tk). `short`: no query sees more
+    than SHORT keys. Tiles are chosen by it; results do not depend on it.
     """
 
     first: Tensor
     last: Tensor
     qfirst: Tensor
     qlast: Tensor
+    short: bool = False
 
 
 class Saved(NamedTuple):

@@ -497,7 +497,8 @@ def backward(
     sums = torch.zeros(B * Hq * tiles * c.BM * D, dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
         backward_kernel[(triton.cdiv(Tk, c.BN) * B * Hkv,)](
-            *(q, k, v, do, lse2, delta, sums, dk, dv, *intervals, scale, scale * LOG2E.value),
+            *(q, k, v, do, lse2, delta, sums, dk, dv, *intervals[:4]),
+            *(scale, scale * LOG2E.value),
             *(*strides_of(q), *strides_of(k), *strides_of(v), *strides_of(do)),
             *(batch_stride(intervals.first), batch_stride(intervals.qfirst)),
             *(Tq, Tk, Hq, B * Hkv, heads_in_l2(q, B * Hkv, 1), Hq // Hkv, *parts),

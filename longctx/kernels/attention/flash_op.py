@@ -110,6 +110,7 @@ def forward_op(
     last: Tensor,
     qfirst: Tensor,
     qlast: Tensor,
+    short: bool,
     scale: float,
     softcap: float | None,
     implementation: str,
@@ -118,7 +119,7 @@ def forward_op(
 
     q is (B, Tq, Hq, D), k and v (B, Tk, Hkv, D), sinks (Hq,) float32.
     """
-    intervals = Intervals(first, last, qfirst, qlast)
+    intervals = Intervals(first, last, qfirst, qlast, short)
     return _forward(q, k, v, sinks, *intervals, Scores(scale, softcap, sinks), implementation)
 
 
@@ -159,7 +160,7 @@ def _forward(
     """
     *intervals, scores, implementation = others
     # self-tested once per process
-    run = trusted("forward", implementation, q, k, scores.sinks is not None)
+    run = trusted("forward", implementation, q, k, scores.sinks is not None, intervals[4])
     output: tuple[Tensor, Tensor] = run(q, k, v, Intervals(*intervals), scores)
     return output
 
@@ -172,12 +173,17 @@ def _backward(do: Tensor, dlse: Tensor | None, saved: Saved, *others: Any) -> Gr
 
 
 def trusted(
-    part: str, implementation: str, q: Tensor, k: Tensor, has_sinks: bool = False
+    part: str,
+    implementation: str,
+    q: Tensor,
+    k: Tensor,
+    has_sinks: bool = False,
+    short: bool = False,
 ) -> Callable[..., Any]:
     """Return the kernels of a pass, "forward" or "backward", self-tested for tensors like q, k."""
     run: Callable[..., Any] = getattr(kernels(implementation, q.device), part)
     if _needs_trust(q, implementation):
-        trust(part, implementation, q, k, run, has_sinks)
+        trust(part, implementation, q, k, run, has_sinks, short)
     return run
 
 
@@ -202,7 +208,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, ctx.softcap, ctx.implementation = inputs
+    *tensors, _, ctx.scale, ctx.softcap, ctx.implementation = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
@@ -214,7 +220,7 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
     scores = Scores(ctx.scale, ctx.softcap, sinks)
     saved = Saved(q, k, v, out, lse)
     gradients = flash_backward(do, dlse, saved, intervals, scores, ctx.implementation)
-    return *gradients, *[None] * 7
+    return *gradients, *[None] * 8
 
 
 forward_op.register_autograd(_differentiate, setup_context=_save)
@@ -230,7 +236,7 @@ class _Flash(torch.autograd.Function):
         *intervals, scores, implementation = others
         ctx.others = Intervals(*intervals), scores._replace(sinks=None), implementation
         # no call of ours between this one and the kernels
-        run = trusted("forward", implementation, q, k, sinks is not None)
+        run = trusted("forward", implementation, q, k, sinks is not None, intervals[4])
         out, lse = run(q, k, v, ctx.others[0], scores)
         # the intervals have no gradient and need not be saved by autograd
         ctx.save_for_backward(q, k, v, out, lse, sinks)
@@ -244,7 +250,7 @@ class _Flash(torch.autograd.Function):
         do = torch.zeros_like(saved.out) if do is None else do
         scores = scores._replace(sinks=sinks)
         gradients = flash_backward(do, dlse, saved, intervals, scores, implementation)
-        return *gradients, *[None] * 6
+        return *gradients, *[None] * 7
 
 
 def forward_for(
@@ -289,7 +295,7 @@ def flash_backward(
     """Return the gradients of `backward_op`; the operator refuses second derivatives."""
     if torch.is_grad_enabled() or not unobserved(do, saved.q, saved.k, saved.v):
         scale, softcap, sinks = scores
-        given = do, dlse, *saved, sinks, *intervals, scale, softcap, implementation
+        given = do, dlse, *saved, sinks, *intervals[:4], scale, softcap, implementation
         dq, dk, dv, dsinks = backward_op(*given)
         return Gradients(dq, dk, dv, None if sinks is None else dsinks)
     return _backward(do, dlse, saved, intervals, scores, implementation)

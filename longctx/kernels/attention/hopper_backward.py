@@ -732,7 +732,7 @@ def backward(
     if dlse is not None:
         dlse = dlse.contiguous()
     pointers = out, do, lse, lse if dlse is None else dlse, lse if sinks is None else sinks
-    q_at, k_at, v_at, *ends = [x.data_ptr() for x in (q, k, v, *intervals)]
+    q_at, k_at, v_at, *ends = [x.data_ptr() for x in (q, k, v, *intervals[:4])]
     out_at, do_at, *others_at = given = [x.data_ptr() for x in pointers]
     # everything that the choice of a compiled kernel depends on
     key = (
@@ -881,7 +881,7 @@ def _first_launch(
         maps += [
             descriptor(*of, large.width, dtype) for of in zip(x[:6], rows_of_maps, strict=True)
         ]
-        kernel, pointers = large.kernel, (*pointers, *intervals[-large.intervals :])
+        kernel, pointers = large.kernel, (*pointers, *intervals[4 - large.intervals : 4])
         if large.maps_sums:
             maps += [sums_map(x.sums, count, 16)]
         else:
@@ -889,7 +889,7 @@ def _first_launch(
         if large.intervals == 4:
             scalars = batch_stride(intervals.first), *scalars
     else:
-        kernel, pointers = backward_kernel, (*pointers, *intervals[2:])
+        kernel, pointers = backward_kernel, (*pointers, *intervals[2:4])
         # v in one box for each consumer
         boxes = tuple(zip(x[:6], (c.BM, c.BN, 64, c.BM, 64, 64), strict=True))
         for width, part in zip(split(size), (16, 8), strict=True):

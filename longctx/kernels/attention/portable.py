@@ -567,7 +567,7 @@ def backward(
         tiles, l2_heads = triton.cdiv(Tk, c.BN), heads_in_l2(q, heads, 1)
         # the registers of a multiprocessor hold two sums of 256 channels, or one of 512
         for DK, DV in ((True, True),) if D <= 256 else ((True, False), (False, True)):
-            ends = intervals[2:]
+            ends = intervals[2:4]
             launch(dkv_kernel, c, tiles, heads, l2_heads, (dk, dv), ends, DK=DK, DV=DV)
 
         # a program owns queries and goes over keys: it adds up dq

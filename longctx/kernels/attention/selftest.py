@@ -76,6 +76,7 @@ def trust(
     k: Tensor,
     run: Callable[..., Any],
     has_sinks: bool = False,
+    short: bool = False,
 ) -> None:
     """Test `run`, the "forward" or "backward" of `implementation`, for tensors like q and k.
 
@@ -89,7 +90,7 @@ def trust(
         bucket = launch.longest_bucket(
             (name for name, its in launch.PORTABLE.items() if its == part), q, k.shape[1]
         )
-    key = (part, implementation, q.device, q.dtype, q.shape[3], group, bucket, has_sinks)
+    key = (part, implementation, q.device, q.dtype, q.shape[3], group, bucket, has_sinks, short)
     if key in _trusted or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     with _testing[part], torch.no_grad():
@@ -97,7 +98,7 @@ def trust(
             return
         # longer problems in fewer copies: the test takes about the same time
         copies = max(2, max(COPIES // group, 20) * QUERIES // (bucket + QUERIES))
-        shapes = q.shape[3], group, bucket, copies, has_sinks
+        shapes = q.shape[3], group, bucket, copies, has_sinks, short
         error = check(part, run, q.device, q.dtype, *shapes)
         if error:
             raise SelfTestFailed(_message(part, implementation, q, error))
@@ -114,6 +115,7 @@ def check(
     bucket: int = 0,
     copies: int = 1,
     has_sinks: bool = False,
+    short: bool = False,
 ) -> str | None:
     """Return the first mistake of `run`, the `part` of some `Kernels`, or None."""
     with _making, torch.device("cpu"), one_thread():  # whatever the default device is
@@ -124,7 +126,7 @@ def check(
     keys = torch.arange(k.shape[1], dtype=torch.int32, device="cpu")[None]
     qfirst = torch.searchsorted(x.last, keys, out_int32=True)
     qlast = torch.searchsorted(x.first, keys, right=True, out_int32=True) - 1
-    intervals = Intervals(*(end.to(device) for end in (x.first, x.last, qfirst, qlast)))
+    intervals = Intervals(*(end.to(device) for end in (x.first, x.last, qfirst, qlast)), short)
     scores = Scores(SCALE, sinks=None if x.sinks is None else x.sinks.to(device))
     if part == "forward":
         output = run(q, k, v, intervals, scores)
