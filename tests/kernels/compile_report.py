@@ -106,12 +106,20 @@ class Compiler:
 
 
 def attend(
-    forward, backward, head_dim, tokens=TOKENS, heads=3, kv_heads=3, has_sinks=False, **options
+    forward,
+    backward,
+    head_dim,
+    tokens=TOKENS,
+    heads=3,
+    kv_heads=3,
+    has_sinks=False,
+    short=False,
+    **options,
 ):
     """Launch a forward and a backward of causal attention."""
     q, k, v = (torch.zeros(1, tokens, n, head_dim, dtype=BF16) for n in (heads, kv_heads, kv_heads))
     mask = Mask.causal().bind(1, tokens, tokens, "cpu")
-    intervals = Intervals(mask.first, mask.last, mask.qfirst, mask.qlast)
+    intervals = Intervals(mask.first, mask.last, mask.qfirst, mask.qlast, short)
     scores = Scores(head_dim**-0.5, sinks=torch.zeros(heads) if has_sinks else None)
     out, lse = forward(q, k, v, intervals, scores)
     backward(out, None, Saved(q, k, v, out, lse), intervals, scores, **options)
@@ -128,7 +136,7 @@ def of_hopper(compiler, *names):
             kernel.startswith(kind) and constants.get("RETRY", False) == ("retry" in words)
         )
         options = {"heads": 12 if "groups" in words else 3, "has_sinks": "sinks" in words}
-        options["ordered"] = "ordered" in words
+        options |= {word: word in words for word in ("ordered", "short")}
         attend(hopper_forward.forward, hopper_backward.backward, int(head_dim), **options)
 
 

@@ -20,6 +20,7 @@ TUNED = ("3.6.", "3.7.")  # versions of Triton that tiles and registers were cho
 FAST = ("backward 64", *(f"unpack {head_dim}" for head_dim in (64, 88, 128, 184, 256)))
 SLOW = (
     *("forward retry 64", "ordered backward of groups 64", "forward sinks 64", "forward sinks 128"),
+    "forward short 64",
     *("backward 128", "backward of groups 128", "ordered backward 128"),
     *(f"forward {head_dim}" for head_dim in (64, 96, 128, 192, 256)),
     *(f"{order}backward {head_dim}" for order in ("", "ordered ") for head_dim in (96, 192, 256)),

@@ -173,17 +173,15 @@ def _backward(do: Tensor, dlse: Tensor | None, saved: Saved, *others: Any) -> Gr
 
 
 def trusted(
-    part: str,
-    implementation: str,
-    q: Tensor,
-    k: Tensor,
-    has_sinks: bool = False,
-    short: bool = False,
+    part: str, implementation: str, q: Tensor, k: Tensor, *variant: bool
 ) -> Callable[..., Any]:
-    """Return the kernels of a pass, "forward" or "backward", self-tested for tensors like q, k."""
+    """Return the kernels of a pass, "forward" or "backward", self-tested for tensors like q, k.
+
+    `variant`: whether there are sinks, and whether intervals are short.
+    """
     run: Callable[..., Any] = getattr(kernels(implementation, q.device), part)
     if _needs_trust(q, implementation):
-        trust(part, implementation, q, k, run, has_sinks, short)
+        trust(part, implementation, q, k, run, *variant)
     return run
 
 

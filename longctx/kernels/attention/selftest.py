@@ -126,7 +126,8 @@ def check(
     keys = torch.arange(k.shape[1], dtype=torch.int32, device="cpu")[None]
     qfirst = torch.searchsorted(x.last, keys, out_int32=True)
     qlast = torch.searchsorted(x.first, keys, right=True, out_int32=True) - 1
-    intervals = Intervals(*(end.to(device) for end in (x.first, x.last, qfirst, qlast)), short)
+    first, last, qfirst, qlast = (end.to(device) for end in (x.first, x.last, qfirst, qlast))
+    intervals = Intervals(first, last, qfirst, qlast, short)
     scores = Scores(SCALE, sinks=None if x.sinks is None else x.sinks.to(device))
     if part == "forward":
         output = run(q, k, v, intervals, scores)
