@@ -80,7 +80,7 @@ def generate(
     config.validate()
     row = {"prompt" if isinstance(prompt, str) else "messages": prompt}
     (completion,) = begun([("prompt", row)], tokenizer)
-    for _ in continued(config, model, tokenizer, [completion], [0]):
+    for _ in continued(config, model, [completion], [0]):
         pass
     return completion.text
 
@@ -113,8 +113,7 @@ def chat(config: ChatConfig) -> int:
     template = Template(engine.trained.folder, today=datetime.now())
 
     def talk() -> None:
-        system = [] if config.system is None else [{"role": "system", "content": config.system}]
-        messages: list[dict[str, Any]] = system
+        messages = [] if config.system is None else [{"role": "system", "content": config.system}]
         for line in read_lines():
             asked = [*messages, {"role": "user", "content": line}]
             try:
@@ -185,12 +184,11 @@ class Engine:
 
     def load(self) -> None:
         """Read the weights."""
-        model = build_model(self.trained.file, self.attention, self.device, self.dtype)
-        for name, module in model.named_modules():  # norms compute in fp32, and stay in it
-            is_exact = f"{name}.weight" in model.exact
-            if isinstance(module, nn.Linear | nn.Embedding) and not is_exact:
+        self.model = build_model(self.trained.file, self.attention, self.device, self.dtype)
+        exact = self.model.exact
+        for name, module in self.model.named_modules():  # norms compute in fp32, and stay in it
+            if isinstance(module, nn.Linear | nn.Embedding) and f"{name}.weight" not in exact:
                 module.to(self.dtype)
-        self.model = model
 
     def answer(
         self, texts: list[Completion], numbers: Sequence[int], file: TextIO | None = None
@@ -206,16 +204,15 @@ class Engine:
             say(f"prompt and new tokens make up to {length:,} tokens; {known}")
         batch = [texts[number] for number in numbers]
         began = time.perf_counter()
-        steps = continued(self.config, self.model, self.tokenizer, batch, numbers)
+        steps = continued(self.config, self.model, batch, numbers)
         for number, text in zip(numbers, batch, strict=True):
             heading = "" if len(texts) == 1 else f"\n── {number + 1} of {len(texts)} ──\n"
-            write(heading + text.before.rpartition("\n")[2])
-            printed = ""
+            write(heading + text.before.rpartition("\n")[2] + text.text)
             while not text.is_done:
+                printed = len(text.text)
                 next(steps, None)
-                write(text.text.removeprefix(printed))
-                printed = text.text
-            write(text.text.removeprefix(printed) + "\n")
+                write(text.text[printed:])
+            write("\n")
             row = {"prompt": text.shown, "text": text.text, "new_tokens": text.tokens}
             if file is not None:
                 print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
@@ -259,14 +256,10 @@ def begun(
 
 
 def continued(
-    config: SampleConfig,
-    model: GPT,
-    tokenizer: Tokenizer,
-    batch: list[Completion],
-    numbers: Sequence[int],
+    config: SampleConfig, model: GPT, batch: list[Completion], numbers: Sequence[int]
 ) -> Iterator[None]:
     """Continue the texts of `batch`, which have these `numbers`, by a token in each step."""
-    ids, ends = [text.ids for text in batch], tokenizer.end_tokens
+    ids, ends = [text.ids for text in batch], batch[0].tokenizer.end_tokens
     decoder = decoder_of(model, len(ids), max(map(len, ids)) + config.max_new_tokens)
     sampler = Sampler(numbers, config.temperature, config.top_k, config.top_p, config.seed)
     for tokens in continuations(decoder, ids, config.max_new_tokens, sampler, ends):
@@ -323,5 +316,4 @@ def write(text: str) -> None:
     """Print text at once: as it is, on a terminal without control characters."""
     if sys.stdout.isatty():
         text = files.printable(text, "\n\t")
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    print(text, end="", flush=True)

@@ -116,16 +116,20 @@ def caught() -> Iterator[StopSignal]:
 
 
 @contextmanager
-def no_garbage() -> Iterator[None]:
-    """Collect no garbage inside the block, whose objects stay, as those of libraries do.
-
-    Looking through it again and again is a fifth of the time that importing torch takes.
-    """
+def libraries() -> Iterator[None]:
+    """Import large libraries in this block, and tell a terminal that they load."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    if "torch" not in sys.modules and sys.stderr.isatty() and is_first:
+        print("loading torch ...", file=sys.stderr, flush=True)
+    # Looking for garbage again and again is a fifth of the time that importing torch takes
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
+    # Libraries stay, so later collections need not look at them
+    gc.freeze()
+    check()
 
 
 def exit_at_once(number: int, frame: FrameType | None) -> None:
@@ -200,7 +204,6 @@ def end_with_parent(parent: int, number: int) -> None:
     """Have the kernel send this process `number` when its parent ends, even by kill -9."""
     if sys.platform != "linux":
         return
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
-    ctypes.CDLL(None).prctl(set_parent_death_signal, number)
+    ctypes.CDLL(None).prctl(1, number)  # 1: PR_SET_PDEATHSIG of linux/prctl.h
     if os.getppid() != parent:  # it ended before
         os.kill(os.getpid(), number)

@@ -6,7 +6,7 @@ each table whole, without lines or colours, however wide it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -43,10 +43,9 @@ def console(stderr: bool = False) -> Console:
     return output
 
 
-def show(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table of texts whole, with columns of numbers on the right."""
     output, table = console(), Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    rows = list(rows)
     for column, heading in enumerate(headings):
         cells = [row[column] for row in rows]
         is_number = column > 0 and all(not cell or cell.lstrip("-")[:1].isdigit() for cell in cells)

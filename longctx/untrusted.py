@@ -141,9 +141,8 @@ class Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         self.depth += 1
         if self.depth > YAML_DEPTH or self.check_event(yaml.AliasEvent):
-            raise ValueError(
-                f"an alias, or nested more than {YAML_DEPTH} deep; write the values out"
-            )
+            limit = f"nested more than {YAML_DEPTH} deep"
+            raise ValueError(f"an alias, or {limit}; write the values out")
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node

@@ -7,7 +7,6 @@ when it runs, so `--help` and wrong keys are answered before torch is imported, 
 
 from __future__ import annotations
 
-import gc
 import inspect
 import io
 import os
@@ -17,8 +16,6 @@ import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -132,18 +129,6 @@ def answer(
             return files.exit_code(error)
 
 
-@contextmanager
-def libraries() -> Iterator[None]:
-    """Import large libraries in this block: pause the garbage collector, and tell a terminal."""
-    if "torch" not in sys.modules and sys.stderr.isatty() and number_here() == 0:
-        print("loading torch ...", file=sys.stderr, flush=True)
-    with system.no_garbage():
-        yield
-        # Libraries stay, so later collections need not look at them
-        gc.freeze()
-    system.check()
-
-
 # Help
 
 
@@ -234,10 +219,7 @@ def check_paths(config: TrainConfig) -> None:
             run_folder.check_free(Path(config.runs), config.name)
         if number_here() == 0 and config.init is not None:
             config.init, _ = found(config.init, "init")
-    # A resumed run has its tokenizer in its own folder
-    tokenizer = None if config.resume and config.init else config.data.tokenizer
-    preferences = config.objective.traits.data
-    check_files(replace(config.data, preferences=preferences, tokenizer=tokenizer))
+    check_files(config.data_as_read)
 
 
 def _start(request: Request[Any], *names: str) -> int:
@@ -249,7 +231,7 @@ def _start(request: Request[Any], *names: str) -> int:
     if processes.are_to_start:
         return supervise(processes)
     join(processes)
-    with libraries():
+    with system.libraries():
         *_, run = map(resolve_name, names)
     code: int = run(request, processes)
     return code
@@ -264,10 +246,9 @@ def checked_jobs(arguments: Iterable[str]) -> list[list[str]]:
     for job in sweep_jobs:
         # A mistake in the last job is told before the first one trains
         config = compose("train", job).config
-        for name in ("resume", "name") if len(sweep_jobs) > 1 else ():
-            if (value := getattr(config, name)) is not None:
-                why = "each job of a sweep is a new run with a name of its own; leave it out"
-                raise ValueError(f"{name}={value}: {why}")
+        why = "each job of a sweep is a new run with a name of its own; leave it out"
+        one_run = {"resume": config.resume, "name": config.name} if len(sweep_jobs) > 1 else {}
+        fields.refuse_first(f"{x}={value}: {why}" for x, value in one_run.items() if value)
         given = config.init
         check_paths(config)
         # The command line wins over a file that names the model
@@ -309,7 +290,7 @@ def open_checkpoint(config: EvalConfig | SampleConfig) -> None:
 def _sample(function: str, request: Request[SampleConfig]) -> int:
     """Call `function` of longctx.generation with the configuration."""
     open_checkpoint(request.config)
-    with libraries():
+    with system.libraries():
         run: Callable[[SampleConfig], int] = resolve_name(f"longctx.generation:{function}")
     return run(request.config)
 
@@ -318,7 +299,7 @@ def _export(request: Request[options.ExportOptions]) -> None:
     config = request.config
     file = run_folder.checkpoint_of(Path(config.run), "run")
     plugins.check_checkpoint(file, config.plugins)
-    with libraries():
+    with system.libraries():
         from longctx.hf.export import run
     run(file, Path(config.out), config.dtype, config.shard_gb, config.adapter)
 
@@ -329,8 +310,7 @@ def _data(request: Request[options.DataOptions], training: list[str]) -> int:
         raise ValueError(f"seq_len={config.seq_len}: give a number of tokens")
     from longctx.data.describe import describe
 
-    objective = config.objective.name
-    return describe(config.seq_len, config.plugins, objective, config.init, config.data)
+    return describe(config.seq_len, config.init, config.data_as_read)
 
 
 def _call(function: str, request: Request[Any]) -> int | None:
@@ -345,7 +325,7 @@ COMMANDS: dict[str, Command] = {
     "eval": Command(EvalConfig, _evaluate),
     "generate": Command(GenerateConfig, partial(_sample, "run")),
     "chat": Command(ChatConfig, partial(_sample, "chat")),
-    "plan": Command(PlanOptions, partial(plan, libraries), trains=True),
+    "plan": Command(PlanOptions, plan, trains=True),
     "data": Command(options.DataOptions, _data, trains=True),
     "convert": Command(options.ConvertOptions, partial(_call, "cli.convert:convert")),
     "compare": Command(options.CompareOptions, partial(_call, "report.compare:compare")),

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from longctx.config.fields import PLUGINS, Group, key
 
-SIZES = (1, 2**24)  # of tokens and of a head
 PRICE = "of an hour of one GPU, in any currency, to tell the cost; null: none"
 PRICES = (1e-6, 1e6)
 

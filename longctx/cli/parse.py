@@ -7,7 +7,6 @@ per job.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import re
@@ -64,12 +63,8 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
     assign(values, {name: value for name, value in given.items() if name not in choices})
     request = filled(schema, values, given)
     if "data" in choices:
-        data = request.config.data
-        # An evaluation has none
-        if objective := getattr(request.config, "objective", None):
-            own = objective.traits.data or data.preferences
-            data = dataclasses.replace(data, preferences=own)
-        check_data(data)
+        config = request.config
+        check_data(config.data_as_read if schema is TrainConfig else config.data)
     return request._replace(choices=choices)
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
-from longctx import hub_snapshot
+from longctx import hub_snapshot, system
 from longctx.attention.description import AUTO, DESCRIPTIONS, AttentionConfig
 from longctx.cli.options import PRICE, PRICES
 from longctx.cli.parse import compose
 from longctx.config import presets
-from longctx.config.fields import Group, key, positive
+from longctx.config.fields import Group, key, positive, refuse_first
 from longctx.config.presets import Request, with_model
 from longctx.config.train_config import TrainConfig
 from longctx.runs import run_folder
@@ -43,12 +42,8 @@ class PlanOptions(Group):
     price: float | None = key(None, PRICE, between=PRICES)
 
 
-def plan(
-    libraries: Callable[[], AbstractContextManager[None]],
-    request: Request[PlanOptions],
-    training: list[str],
-) -> None:
-    """Print the plan; import torch in a block of `libraries` if transformers computes the model."""
+def plan(request: Request[PlanOptions], training: list[str]) -> None:
+    """Print the plan; torch is imported only for a model that transformers computes."""
     options = request.config
     count, _, gpu = options.gpu.partition("x")
     if count.isdigit() and gpu:
@@ -74,7 +69,7 @@ def plan(
         }
     *_, last = requests.values()
     step = overview.each_layout(last, options.gpus_per_machine)[0]
-    with libraries() if not model.has_kernels else nullcontext():
+    with system.libraries() if not model.has_kernels else nullcontext():
         model.prove("cpu", "fp32", step.seq_len, config.data.packing)
         measured = model.measured(step, print)
     place, backend = machine(options, config.devices), config.attention.backend
@@ -92,9 +87,8 @@ def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
     # Every family, which --help does not need
     from longctx.hf.families import asked_of, read_config
 
-    for name in request.overrides:
-        if name.partition(".")[0] == "model":
-            raise ValueError(f"{name}: init={config.init} brings its own model; leave one out")
+    brings = f"init={config.init} brings its own model; leave one out"
+    refuse_first(f"{x}: {brings}" for x in request.overrides if x.partition(".")[0] == "model")
     path = hub_snapshot.folder(hub_snapshot.pinned(config.init, "init"), "init")
     if run_folder.is_hugging_face(path):
         model = read_config(path, asked_of(config))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import chain
 from typing import Any
@@ -205,6 +205,13 @@ class TrainConfig(Group):
             yield f"context.method={self.context.method}: does nothing with context=1; give both"
         if self.lora.rank is not None and self.init is None:
             yield f"lora.rank={self.lora.rank}: adds to trained weights; give init="
+
+    @property
+    def data_as_read(self) -> DataConfig:
+        """The documents of the objective; a resumed run of init= has their tokenizer itself."""
+        data = replace(self.data, preferences=self.objective.traits.data)
+        is_own = self.init is not None and self.resume is not None
+        return replace(data, tokenizer=self.resume) if is_own else data
 
     def unread(self) -> list[str]:
         """Return the keys of `wandb` that no tracker reads, with their values."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from longctx import hub_snapshot
 from longctx.config.data_config import SOURCES, DataConfig
-from longctx.config.doors import OBJECTIVES
 from longctx.tables import console, grid
 
 if TYPE_CHECKING:
@@ -23,18 +22,16 @@ if TYPE_CHECKING:
 _RUNS, _BEGIN, _END = 12, 240, 80  # runs of an example, characters of each
 
 
-def describe(
-    seq_len: int, plugins: list[str] | None, objective: str, init: str | None, data: DataConfig
-) -> int:
-    """Print the counts of a data set, its document lengths, and a conversation."""
+def describe(seq_len: int, init: str | None, data: DataConfig) -> int:
+    """Print the counts of a data set, its document lengths, and a conversation. `init` has its
+    tokenizer, unless `data` names one.
+    """
     from longctx.data.dataset import load  # pyarrow and tokenizers, which --help does not need
 
-    preferences = OBJECTIVES[objective].data or data.preferences
-    tokenizer = data.tokenizer
-    if init is not None and tokenizer is None:
-        tokenizer = str(hub_snapshot.folder(hub_snapshot.pinned(init, "init"), "init"))
-    own = replace(data, preferences=preferences, tokenizer=tokenizer)
-    loaded = load(own, seq_len)
+    if init is not None and data.tokenizer is None:
+        folder = hub_snapshot.folder(hub_snapshot.pinned(init, "init"), "init")
+        data = replace(data, tokenizer=str(folder))
+    loaded = load(data, seq_len)
     print_tables(loaded)
     for text in conversations(loaded):
         console().print(text)

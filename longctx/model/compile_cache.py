@@ -9,7 +9,6 @@ import functools
 import hashlib
 from pathlib import Path
 
-from longctx import system
 from longctx.attention import registered
 
 AUTOCAST = ("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast")
@@ -18,10 +17,10 @@ AUTOCAST = ("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode.
 @functools.cache
 def use() -> None:
     """Save compiled code of this process to disk, and load that of earlier processes."""
-    with system.no_garbage():  # importing the compiler takes 1.4 s, or 1.7
-        import torch._functorch.config
-        import torch._inductor.compile_fx
-        import torch.compiler.config
+    import torch._functorch.config
+    import torch._inductor.compile_fx
+    import torch.compiler.config
+
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     known = torch._inductor.config.unsafe_marked_cacheable_functions
     torch._inductor.config.unsafe_marked_cacheable_functions = known | dict.fromkeys(AUTOCAST, "1")

@@ -1,3 +1,1 @@
-"""What runs show, side by side or while they train. Reads the files of run folders only: neither
-torch nor Lightning.
-"""
+"""What runs show, side by side: read from their folders, without torch or Lightning."""

@@ -49,6 +49,12 @@ def workspace(project: str, entity: str, name: str) -> Any:
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
 
+    def lines(keys: tuple[str, ...]) -> Any:
+        family = {"metric_regex": keys[0].replace("*", ".*")}
+        more: dict[str, Any] = family if "*" in keys[0] else {"y": list(keys)}
+        more |= {"plot_type": "stacked-area"} if keys == STEP_PARTS else {}
+        return wr.LinePlot(title=", ".join(keys), x=TOKENS, log_y=keys[0] in LOG, **more)
+
     def points(title: str, y: str, x: str) -> Any:
         axes: dict[str, Any] = {"x": wr.Config(x), "y": wr.SummaryMetric(y)}
         return wr.ScatterPlot(title=f"{title} over context", **axes, log_x=True)
@@ -56,7 +62,7 @@ def workspace(project: str, entity: str, name: str) -> Any:
     placed = {TOKENS, "step", *chain(*chain(*PANELS.values()))}
     rest = [(x.key,) for x in metrics.METRICS if not x.hidden and x.key not in placed]
     charts = {**PANELS, "More": rest}
-    panels = {title: [lines(keys) for keys in charts[title]] for title in charts}
+    panels = {title: list(map(lines, charts[title])) for title in charts}
     # The summary has `key.last` beside the extreme that it keeps, and then no `key` alone
     ends = {"min": ".min", "max": ".last", None: ""}
     over = {x.heading: x.key + ends[x.summary] for x in metrics.shown(Shown.CONTEXT)}
@@ -72,12 +78,3 @@ def workspace(project: str, entity: str, name: str) -> Any:
         settings=ws.WorkspaceSettings(x_axis=TOKENS, max_runs=20),
         runset_settings=ws.RunsetSettings(pinned_columns=columns),
     )
-
-
-def lines(keys: tuple[str, ...]) -> Any:
-    """Return a panel over tokens: of some keys, or of a family of keys."""
-    import wandb_workspaces.reports.v2 as wr
-
-    more: dict[str, Any] = {"plot_type": "stacked-area"} if keys == STEP_PARTS else {}
-    more |= {"metric_regex": keys[0].replace("*", ".*")} if "*" in keys[0] else {"y": list(keys)}
-    return wr.LinePlot(title=", ".join(keys), x=TOKENS, log_y=keys[0] in LOG, **more)

@@ -29,8 +29,6 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from longctx import system
 from longctx.attention import Mask
 from longctx.attention.mask import causal_pairs
-from longctx.config.data_config import DataConfig
-from longctx.config.train_config import TrainConfig
 from longctx.data import Data, load
 from longctx.data.sequences import IGNORED, padding_ids
 from longctx.parallel.mesh import Parallel
@@ -44,20 +42,12 @@ class DataDiffers(ValueError):
     """Raised on every rank if ranks see different documents, or split or tokenize differently."""
 
 
-def data_config(config: TrainConfig) -> DataConfig:
-    """Return data and tokenizer; a resumed run that began with init= has its tokenizer itself."""
-    data = replace(config.data, preferences=config.objective.traits.data)
-    if config.init is None or config.resume is None:
-        return data
-    return replace(data, tokenizer=config.resume)
-
-
 def shared_data(run: Run, parallel: Parallel) -> Data:
     """Open the data of `run`; raise DataDiffers, on every rank, unless all ranks see the same.
 
     Each rank opens files of its own machine at a time of its own, so they may differ.
     """
-    data = run.data or load(data_config(run.config), run.workload.seq_len)
+    data = run.data or load(run.config.data_as_read, run.workload.seq_len)
     first, *others = parallel.all_gather_objects(data.fingerprint)
     for rank, found in enumerate(others, start=1):
         if found != first:

@@ -11,14 +11,13 @@ from longctx.data.sources.registry import pinned
 from longctx.model import packed
 from longctx.model.context_extension import extended
 from longctx.spec.step import precision_of
-from longctx.training.batches import data_config
 from longctx.training.pretrained import Choice, model_of
 
 
 def choose_model(request: Request[TrainConfig], device: str) -> Choice:
     """Choose the model, and check that it can be trained as `request` asks."""
     config, overrides = request.config, request.overrides
-    data = data_config(config)
+    data = config.data_as_read
     if config.resume:
         # The method of the run may not suit the new degree
         if {"context.degree", "context.method"} & overrides.keys() == {"context.degree"}:

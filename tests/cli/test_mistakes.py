@@ -35,7 +35,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES["before torch is imported"].items())
 def test_a_mistake_is_one_line_that_names_it(words, message, here, refused, monkeypatch):
-    monkeypatch.setattr("longctx.cli.commands.libraries", lambda: pytest.fail("torch is imported"))
+    monkeypatch.setattr("longctx.system.libraries", lambda: pytest.fail("torch is imported"))
     before = sorted(here.rglob("*"))
     refused(cli.main(words.split()), message)
     assert sorted(here.rglob("*")) == before

@@ -12,8 +12,16 @@ import shutil
 import pytest
 
 from longctx import cli
-from longctx.report.compare import described, differing, incomparable, table_of
-from longctx.report.run_view import POINTS, RunRecord, cost_of, reduced
+from longctx.report.compare import (
+    POINTS,
+    RunRecord,
+    cost_of,
+    described,
+    differing,
+    incomparable,
+    reduced,
+    table_of,
+)
 from longctx.runs import run_folder
 from tests.report.run_files import DATA, compare, make, step
 

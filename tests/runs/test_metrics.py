@@ -10,8 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from longctx.config.train_config import TrainConfig
-from longctx.report.compare import described, headings
-from longctx.report.run_view import RunRecord
+from longctx.report.compare import RunRecord, described, headings
 from longctx.runs import metrics
 from longctx.runs.metrics import Metric, Shown, figures
 from longctx.runs.metrics_file import Tail
