@@ -21,7 +21,7 @@ from longctx.spec.step import Measured, Workload
 from longctx.tables import count_of, grid
 from longctx.training.learning_rate import schedule_of
 
-SIZES = ("GPU GiB", "host GiB", "fits")
+SIZES = ("GiB", "host GiB", "fits")  # of a GPU, of the host; short, so that 80 columns suffice
 SPEED = ("s/step", "tokens/s", "MFU")
 
 
@@ -129,7 +129,7 @@ def print_layouts(
         for step in steps
     ]
     backend = request.attention.backend
-    columns = ("strategy", "context", "method", "memory", "GPU GiB", "fits", *SPEED[:2], "longest")
+    columns = ("strategy", "context", "method", "memory", "GiB", "fits", *SPEED[:2], "longest")
     title = f"Layouts on {request.devices:,} GPUs, attention={backend}, with the longest sequences"
     grid(title, columns, rows)
     chosen, reason = fitting.choose_layout(steps, chip, host, merge)
@@ -155,7 +155,7 @@ def figures(step: Workload, chip: Chip, host: float) -> dict[str, Any]:
         "tokens": step.seq_len,
         "sequences": f"{step.batch_size} × {step.accumulate}",
         **{term.split()[0]: f"{memory.gpu[term] / GIB:.2f}" for term in TERMS},
-        "GPU GiB": f"{memory.peak / GIB:.1f}",
+        "GiB": f"{memory.peak / GIB:.1f}",
         "host GiB": f"{on_host / GIB:.1f}",
         "fits": fit,
         **dict(zip(SPEED, map(format, speed, formats), strict=False)),

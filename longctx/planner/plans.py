@@ -18,7 +18,6 @@ from longctx.planner.step_time import Seconds
 from longctx.spec.hardware import GIB, Chip, Machine
 from longctx.spec.step import Division, Workload
 
-NO_LONGEST = "seq_len=max: finds what fits a GPU, and this run is on a CPU; give a number of tokens"
 # A run is refused if its predicted memory is so many times the available memory. On GPUs
 # predictions are within a tenth for training, and rougher for evaluation; on a CPU naive attention
 # took 6.1 GiB of 8.4 predicted.
@@ -67,9 +66,7 @@ def plan(
     candidates = [partial(step.divided, division) for division in able_divisions(step)]
     seq_len = step.seq_len
     if step.is_longest:
-        # Other programs share a CPU's memory: there is no such length
-        if chip is None or find_longest is None:
-            raise ValueError(NO_LONGEST)
+        assert find_longest is not None
         seq_len = find_longest(candidates)
     steps = [candidate(seq_len) for candidate in candidates]
     chosen, reason = steps[0], "nothing is predicted on a CPU"

@@ -14,7 +14,7 @@ from longctx.attention.description import AUTO, AttentionConfig
 from longctx.config import presets
 from longctx.config.asked import divisions, with_vocabulary, workload_of
 from longctx.config.train_config import TrainConfig
-from longctx.parallel.devices import able_backends, check_attention
+from longctx.parallel.devices import able_backends
 from longctx.parallel.launch import launched
 from longctx.runs import run_folder
 from longctx.spec.step import Division, Workload
@@ -30,8 +30,6 @@ def step_of(
     config, model, device = choice.config, choice.model, choice.device
     is_open = config.attention.backend == AUTO
     able = able_backends(config, model, device) if is_open or device == "cuda" else []
-    if not is_open:
-        check_attention(config, model, device)
     step = with_vocabulary(workload_of(config, device, choice.seq_len, model), tokens)
     possible = divisions(config, model)
     if config.resume:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from longctx.attention.description import AUTO
 from longctx.config import presets
+from longctx.config.fields import refuse
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.data.sources.registry import pinned
 from longctx.model import packed
 from longctx.model.context_extension import extended
+from longctx.parallel.devices import check_attention
 from longctx.spec.step import precision_of
 from longctx.training.pretrained import Choice, model_of
+
+NO_LONGEST = "seq_len=max: finds what fits a GPU, and this run is on a CPU; give a number of tokens"
 
 
 def choose_model(request: Request[TrainConfig], device: str) -> Choice:
@@ -27,6 +32,8 @@ def choose_model(request: Request[TrainConfig], device: str) -> Choice:
         # The Hub's commit, so that every process and every resume reads the same documents
         config = replace(config, data=pinned(data))
         if config.seq_len == "max":
+            # Other programs share a CPU's memory: there is no such length
+            refuse((device == "cpu", NO_LONGEST))
             config = replace(config, batch_size=config.batch_size or 1)
         if config.init is not None:
             choice = model_of(config, device, overrides)
@@ -41,6 +48,9 @@ def choose_model(request: Request[TrainConfig], device: str) -> Choice:
     precision = precision_of(config.precision, device)
     choice.model.prove(device, precision, choice.seq_len, packing)
     config.check_model(choice.model)
+    # Before a tokenizer is trained for 16 s
+    if config.attention.backend != AUTO:
+        check_attention(config, choice.model, device)
     if config.lora.base is not None:
         packed.bitsandbytes()
     choice = replace(choice, config=config)
