@@ -49,6 +49,9 @@ from longctx.kernels.attention.portable import (
     with_sink,
 )
 
+# Gluon of Triton 3.9 renamed it
+load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
 
 class AmpereConfig(NamedTuple):
     """BM queries and BN keys of a tile, warps of a program.
@@ -123,7 +126,7 @@ def _copy_part(buffer, x, t, T, stride_t, W: gl.constexpr):
     r = t + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, C, layout=gl.SliceLayout(0, layout))
     at = x + r.to(gl.int64)[:, None] * stride_t + c[None, :]
-    async_copy.async_copy_global_to_shared(buffer, at, mask=(r < T)[:, None])
+    load_async(buffer, at, mask=(r < T)[:, None])
 
 
 @gluon.jit
