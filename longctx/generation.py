@@ -229,8 +229,8 @@ def rows_of(config: GenerateConfig) -> list[tuple[str, Any]]:
             rows = [x[1:] for x in rows_of_lines(file.name, file, stream, DataConfig())]
         refuse((not rows, f"prompts={file}: no prompt in it"))
     for _, row in rows:
-        if config.chat and isinstance(row.get("prompt"), str):
-            row.setdefault("messages", [{"role": "user", "content": row["prompt"]}])
+        if config.chat and not isinstance(row.get("messages"), list):
+            row["messages"] = [{"role": "user", "content": row.get("prompt")}]
     return rows
 
 

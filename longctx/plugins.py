@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import shlex
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
@@ -49,9 +49,9 @@ def _load(argument: str, expected: str) -> str:
             exec(compile(source, path, "exec", dont_inherit=True), vars(module))
         except Exception as error:
             del sys.modules[name]
-            # A SyntaxError has its own line, others one of this file behind ours
-            _, *lines = [number for _, number in traceback.walk_tb(error.__traceback__)]
-            line = getattr(error, "lineno", None) or lines[0]
+            # A SyntaxError has its own line, others the last one in this file
+            lines = [x.lineno for x in extract_tb(error.__traceback__) if x.filename == str(path)]
+            line = getattr(error, "lineno", None) or lines[-1]
             problem = f"line {line}: {type(error).__name__}: {error}"
             raise ValueError(f"plugins={argument}: {problem}") from error
     return f"{path}{HASH}{digest}"

@@ -166,6 +166,15 @@ def test_lines_that_are_no_prompts_are_named(folder, tmp_path, refused):
         refused(generate(folder, f"prompts={file}"), f"{file}:3")
 
 
+def test_chat_asks_every_prompt_of_a_file(folder, tmp_path):
+    """Also if its row has an empty field for messages."""
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    file.write_text('{"prompt": "a rose"}\n{"prompt": "a rose", "messages": null}\n')
+    assert generate(folder, f"prompts={file}", f"out={out}", "chat=true") == 0
+    asked = [json.loads(line)["prompt"] for line in out.read_text().splitlines()]
+    assert asked == 2 * [[{"role": "user", "content": "a rose"}]]
+
+
 @pytest.mark.parametrize(("before", "text"), [("a rose", " is a"), ("", "is a")])
 def test_a_completion_keeps_the_space_before_it(before, text):
     """With the decoder of Llama 2, which drops the space of a first word."""

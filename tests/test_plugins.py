@@ -136,6 +136,7 @@ def test_plan_knows_a_backend_of_a_plugin(here, capsys):
         ("bad.py", "x = 1\nif x\n", "plugins=bad.py: line 2: SyntaxError"),
         ("bad.py", "x = 1\n\nraise KeyError('a\\nb')\n", "plugins=bad.py: line 3: KeyError"),
         ("bad.py", "import nowhere.at.all\n", "plugins=bad.py: line 1: ModuleNotFoundError"),
+        ("bad.py", "def f():\n    return 1 / 0\n\n\nf()\n", "line 2: ZeroDivisionError"),
         ("none.py", None, "plugins=none.py: no such file"),
         ("my.py", PLUGIN.replace('f"Line {number} of a poem. " * 30', "None"), "poem 0: its text"),
     ],

@@ -98,6 +98,7 @@ def answer(
             if any(argument in ("-h", "--help", "help") for argument in argv):
                 print(help_text(argv), flush=True)
                 return 0
+            Path.home()  # libraries would fail without one after a run has begun
             code = run(argv) or 0
             sys.stdout.flush()
             return code
@@ -113,7 +114,7 @@ def answer(
                     print(f"stopped by {stop.name}{unsaved}", file=sys.stderr)
                 return stop.code
             if isinstance(error, RuntimeError) and "home directory" in str(error):
-                error = ValueError("~: this user has no home folder; set HOME, or write paths out")
+                error = ValueError("HOME: not set, or ~USER is no user; set it, or write paths out")
             if not isinstance(error, ValueError | OSError):
                 raise error
             # A mistake of the user: one line
@@ -313,10 +314,9 @@ def _data(request: Request[options.DataOptions], training: list[str]) -> int:
     return describe(config.seq_len, config.init, config.data_as_read)
 
 
-def _call(function: str, request: Request[Any]) -> int | None:
+def _call(function: str, request: Request[Any]) -> Any:
     """Import the `function` of that path in longctx, and call it with the values of the keys."""
-    code: int | None = resolve_name(f"longctx.{function}")(**vars(request.config))
-    return code
+    return resolve_name(f"longctx.{function}")(**vars(request.config))
 
 
 COMMANDS: dict[str, Command] = {

@@ -171,7 +171,7 @@ def given_values(schema: type, arguments: Iterable[str]) -> dict[str, Any]:
         value, several = value_of(text, declared), alternatives(declared, text)
         if schema is not TrainConfig and declared.is_list:
             # Brackets may be left out
-            value = value if value is None or text[0] == "[" else several
+            value = value if value is None or text[0] == "[" else value_of(f"[{text}]", declared)
         elif len(several) > 1:
             advice = "give one, or all to train -m" if schema is TrainConfig else "give one"
             raise ValueError(f"{name}={text}: several values; {advice}, or write a list as [a,b]")

@@ -35,7 +35,7 @@ def dashboard(project: str, entity: str | None = None, name: str = "longctx") ->
     import wandb
 
     # Also wandb's own errors, the network's, and a missing package
-    problem = "wandb did not take the workspace: {}"
+    problem = "no workspace, for which wandb wants wandb-workspaces and an API key: {}"
     with untrusted.named(f"project={project}", problem, (Exception,)):
         if not wandb.login(prompt=False):
             raise ValueError("wandb has no API key here; give one by `wandb login`")

@@ -55,6 +55,12 @@ def test_no_words_give_the_defaults_of_the_dataclass():
     assert config == TrainConfig()
 
 
+@pytest.mark.parametrize("text", ["vt,cwe", "vt, cwe", "'vt',cwe", "[vt,cwe]"])
+def test_a_list_needs_no_brackets_outside_train(text):
+    request = cli.compose("eval", ["runs/a", "ruler=true", f"ruler.tasks={text}"])
+    assert request.config.ruler.tasks == ["vt", "cwe"]
+
+
 VALUES = yaml.safe_load(Path(__file__).with_name("values.yaml").read_text())
 
 

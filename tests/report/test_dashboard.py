@@ -16,7 +16,7 @@ def test_a_refusal_is_one_line(monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setattr(wandb, "login", lambda **_: True)
     monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
-    with pytest.raises(ValueError, match=r"^project=p: .*wandb_workspaces"):
+    with pytest.raises(ValueError, match=r"^project=p: .*wandb-workspaces .*wandb_workspaces"):
         dashboard.dashboard("p", "me")
     monkeypatch.setattr(wandb, "login", lambda **_: False)
     with pytest.raises(ValueError, match=r"^project=p: .*wandb login"):

@@ -259,5 +259,5 @@ def _parquet(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> Na
 def _decode(data: bytes, place: str, config: DataConfig) -> str:
     if data.startswith(b"%PDF"):
         raise ValueError(f"{place}: a PDF, not text; docs/pdf-to-server.md turns it into text")
-    with untrusted.named(place, "not UTF-8 ({}); convert it, or data.errors=replace"):
+    with untrusted.named(place, "not UTF-8 ({}); convert it; data may have data.errors=replace"):
         return data.decode("utf-8-sig", config.errors)
