@@ -1,6 +1,6 @@
 """From a request to a run: every decision, made once, in a pipeline of values.
 
-    request → model → tokenizer → plan → data → schedule → kernel lock → folder → Run
+    request → model → tokenizer → plan → schedule → data → kernel lock → folder → Run
 
 Every mistake is found before the folder is made, so it leaves nothing behind. Nothing downstream
 sees the request: it reads the frozen `Run` (run.py).
@@ -57,13 +57,6 @@ def resolve(
         model, rope = extended(choice.model, config.rope, step.seq_len)
         choice = replace(choice, rope=rope)
         step = replace(step, model=replace(model, vocab_size=step.model.vocab_size))
-    data = load(choice.data, step.seq_len)
-    if not len(data.train):
-        raise ValueError(
-            f"data={config.data.source}: no document is left to train on; "
-            f"data.val_fraction={config.data.val_fraction}"
-        )
-
     run = scheduled(replace(config, attention=step.attention), step)
     run.schedule.check(config)
     for length in (step.seq_len, *(length for length, _ in config.seq_len_schedule or [])):
@@ -73,6 +66,12 @@ def resolve(
                 f"model.experts.balance with context={step.context} pads sequences of {length} to "
                 f"{whole} tokens, which the experts would balance too; use {whole} tokens"
             )
+    data = load(choice.data, step.seq_len)
+    if not len(data.train):
+        raise ValueError(
+            f"data={config.data.source}: no document is left to train on; "
+            f"data.val_fraction={config.data.val_fraction}"
+        )
     for callback in CALLBACKS.values():
         callback.check(run, data)
     source = ", rope ".join(filter(None, (choice.source, choice.rope)))
