@@ -82,9 +82,9 @@ Tokens/s of sequences of 16,384 tokens, and the policy:
 CONFIRMED = """
 ## Tried under caps
 
-`python -m benchmarks cards caps=24,48,80`: real steps in processes that get no more memory from
-torch than the card has ({gpu}, torch {torch}, [caps.json](../results/caps.json)), at the lengths
-above. Documents have 2,048 tokens: attention takes time by the document, memory by the sequence.
+`python -m benchmarks cards caps=24,48,80`: real steps with no more memory from torch than the card
+has ({gpu}, torch {torch}, [caps.json](../results/caps.json)), at the lengths that were predicted
+then. Documents have 2,048 tokens: attention takes time by the document, memory by the sequence.
 """
 CAME_IN = """
 ## Measured cards

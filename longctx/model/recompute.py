@@ -229,6 +229,7 @@ def in_tiles(function: Callable[..., Any], tile: int, inputs: Tokens) -> Tokens:
             outputs = outputs or tuple(p.new_empty(1, tokens, *p.shape[2:]) for p in parts)
             for output, part in zip(outputs, parts, strict=True):
                 output[:, at] = part
+            del parts, part  # the next tile takes their memory
     return outputs
 
 
@@ -247,18 +248,20 @@ def gradients_in_tiles(
     They are written, or with `add` added, to the tensors `into`, of which one may be among
     `gradients`. The gradients of the weights go into `sums`.
     """
-    parts: Sequence[Tensor] = ()
     for at in _tiles(tile, inputs[0].shape[1]):
         with torch.enable_grad():
             leaves = [x[:, at].detach().requires_grad_() for x in inputs]
             outputs = _tuple(function(*leaves, *(x[:, at] for x in constants)))
         douts = [g[:, at] for g in gradients]
         every = torch.autograd.grad(outputs, (*leaves, *sums.weights), douts, allow_unused=True)
-        parts = every[: len(leaves)]
         sums.add(every[len(leaves) :])
-        for target, part in zip(into or (), parts, strict=bool(into)):
+        if into is None:  # one tile
+            return every[: len(leaves)]
+        for target, part in zip(into, every, strict=False):
             target[:, at] = target[:, at] + part if add else part
-    return parts if into is None else into
+        # The next tile takes their memory: 464 MiB of 1b with tiles of 32,768 tokens
+        del leaves, outputs, douts, every, part
+    return into or ()
 
 
 class _Sums:

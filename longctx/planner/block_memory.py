@@ -88,8 +88,8 @@ def mlp_backward(block: BlockSpec, p: Pass) -> float:
     needed += (e * C + FP32) * n if block.attention.gate_size else 0  # the gate's input
     needed += p.weight_copy * weights_after(block)
     if n < p.tokens:
-        # Attention's output has its gradient for all tokens, the last tile's is there too.
-        needed += e * q * p.tokens + e * (C + q) * n + p.gradient * weights_after(block)
+        # Attention's output has its gradient for all tokens; of the tile before nothing is left
+        needed += e * q * p.tokens + p.gradient * weights_after(block)
     return needed
 
 

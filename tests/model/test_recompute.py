@@ -3,16 +3,23 @@ tile and share on the host.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from longctx.attention import Mask, flash
+from longctx.attention.description import AttentionConfig
 from longctx.config.layout_config import MemoryConfig
-from longctx.model import GPT, GPTConfig
+from longctx.kernels import HAS_TRITON
+from longctx.model import GPT, GPTConfig, layers, recompute
 from longctx.model.layers import Block
 from longctx.model.offload import HostBuffers, pinned
+from longctx.planner import block_memory
+from tests.largest_tensor import LiveMemory
+from tests.planner.steps import workload
 
 CONFIG = GPTConfig(
     vocab_size=67, layers=3, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.2, qk_norm="head"
@@ -127,6 +134,45 @@ def test_without_gradients_tiles_give_the_same_logits(way, monkeypatch):
     with torch.no_grad():
         torch.testing.assert_close(model(*batch()), make()(*batch()))
     assert max(longest[: CONFIG.layers]) <= (model.memory.mlp_tile or B * T) + 128
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="the kernels of a GPU are traced by their shapes")
+@pytest.mark.parametrize("tokens", [32768, 65536, 262144])
+@pytest.mark.parametrize("name", ["1b", "8b"])
+def test_tiles_of_backward_take_predicted_memory(name, tokens, monkeypatch):
+    """In the shape of a real model, on fake tensors: a tile holds nothing of the one before."""
+    monkeypatch.setattr(layers, "fused", lambda x: x.dtype == torch.bfloat16)
+    step = workload(f"model={name}", "memory.recompute=block", "memory.mlp_tile=32768")
+    through, spec = step.pass_of(1, tokens), step.blocks[0]
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", torch.bfloat16):
+        block = Block(spec, AttentionConfig("flash"))
+        x = torch.empty(1, tokens, step.model.channels, dtype=torch.bfloat16)
+        dy, out = torch.empty_like(x), x.unflatten(-1, (step.model.heads, -1))
+        with LiveMemory() as live:
+            sums = recompute._Sums(block, recompute._trained(block))
+            into = [dy, torch.empty_like(out)] if tokens > 32768 else None
+            after = partial(block.after, needs_value=False)
+            recompute.gradients_in_tiles(after, 32768, (x, out), (), (dy,), sums, into)
+    # Not compiled, SwiGLU's backward still has the down projection in 16 bits
+    traced = live.peak + dy.nbytes - 2 * spec.mlp.linears[1].weights
+    assert traced == pytest.approx(block_memory.mlp_backward(spec, through), rel=1e-3)
+
+
+def test_gradients_of_tiles_are_their_sums():
+    block, tokens, size = make().blocks[0], 300, (CONFIG.heads, 8)
+    x, out, dy = (torch.randn(1, tokens, *shape) for shape in ((32,), size, (32,)))
+    want, sums = [], recompute._Sums(block, recompute._trained(block))
+    for at in (slice(0, 128), slice(128, 256), slice(256, 300)):
+        leaves = [t[:, at].clone().requires_grad_() for t in (x, out)]
+        y = block.after(*leaves)
+        every = torch.autograd.grad(y, [*leaves, *sums.weights], dy[:, at], allow_unused=True)
+        want.append(every)
+    into = [dy.clone(), torch.empty_like(out)]
+    got = recompute.gradients_in_tiles(block.after, 128, (x, out), (), (dy,), sums, into)
+    dx, do, *dweights = zip(*want, strict=True)
+    assert torch.equal(got[0], torch.cat(dx, 1)) and torch.equal(got[1], torch.cat(do, 1))
+    for total, parts in zip(sums.gradients(), dweights, strict=True):
+        assert total is None or torch.equal(total, sum(parts[1:], parts[0]))
 
 
 def test_two_forwards_before_their_backwards_do_not_share_memory(saved):
