@@ -314,6 +314,4 @@ class Completion:
 
 def write(text: str) -> None:
     """Print text at once: as it is, on a terminal without control characters."""
-    if sys.stdout.isatty():
-        text = files.printable(text, "\n\t")
-    print(text, end="", flush=True)
+    print(files.printable(text, "\n\t") if sys.stdout.isatty() else text, end="", flush=True)

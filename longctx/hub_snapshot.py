@@ -70,9 +70,10 @@ def folder(text: str, key: str, weights: Sequence[str] = (), is_pinned: bool = T
         # The library returns the folder without them
         for file in ("config.json", *weights):
             if not (found / file).exists():
-                where = "the cache" if is_local or constants.HF_HUB_OFFLINE else "the model"
+                if is_local or constants.HF_HUB_OFFLINE:
+                    raise OSError(f"the cache has no {file}")
                 remedy = "pickles, which can run code, are not read: give one in safetensors"
-                raise FileNotFoundError(f"{setting}: {where} has no {file}; {remedy}")
+                raise FileNotFoundError(f"{setting}: the model has no {file}; {remedy}")
         return found
 
     has_commit = COMMIT.fullmatch(name.revision or "")

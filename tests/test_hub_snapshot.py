@@ -209,7 +209,9 @@ def test_the_cache_answers_without_the_hub_if_it_is_whole(machine, monkeypatch):
     for file in ("model.safetensors", "tokenizer.json"):
         Path(lines[1], file).unlink()
         *_, line = machine(lines[0], "model.safetensors", HF_HUB_OFFLINE="1")[1]
-        assert line.startswith(f"error: init={lines[0]}: ")
+        assert line.startswith(f"error: init={lines[0]}: ") and "pickles" not in line
+    where = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    assert "refused" in machine("me/small", "model.safetensors", **where)[1][-1]
 
 
 def test_a_sweep_asks_for_one_commit_once(machine):
