@@ -10,7 +10,7 @@ from longctx.attention.description import AUTO, DESCRIPTIONS, AttentionConfig
 from longctx.cli.options import PRICE, PRICES
 from longctx.cli.parse import compose
 from longctx.config import presets
-from longctx.config.fields import Group, key, positive, refuse_first
+from longctx.config.fields import Group, key, positive, refuse_all, refuse_first
 from longctx.config.presets import Request, with_model
 from longctx.config.train_config import TrainConfig
 from longctx.runs import run_folder
@@ -49,9 +49,9 @@ def plan(request: Request[PlanOptions], training: list[str]) -> None:
     if count.isdigit() and gpu:
         options.gpu = gpu
         training.append(f"devices={count}")
+    # A file of a run on a CPU may have device=cpu
+    refuse_all(f"{x}: plan is of GPUs; leave it out" for x in training if x.startswith("device="))
     asked = with_model(with_init(compose("train", training)), gpu=True)
-    if "device" in asked.overrides:
-        raise ValueError(f"device={asked.config.device}: plan is of GPUs; leave it out")
     # The table shows every degree unless one is given
     if "context.degree" not in asked.overrides:
         asked.config.context.degree = "auto"

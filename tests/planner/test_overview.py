@@ -33,6 +33,11 @@ def test_a_plan_for_another_machine(planned):
     assert "nf4" in lora and "naive" not in lora
 
 
+def test_a_file_of_a_run_on_a_cpu_has_a_plan(tmp_path, planned):
+    (tmp_path / "mine.yaml").write_text("device: cpu\nmodel: tiny\nseq_len: 256\n")
+    assert "H100" in planned(str(tmp_path / "mine.yaml"), "gpu=H100")
+
+
 @pytest.mark.parametrize(("words", "parts"), FIGURES["answers"])
 def test_the_answer_comes_first(words, parts, planned):
     line = planned(*words.split()).partition("\n\n")[0]
