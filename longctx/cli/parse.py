@@ -54,6 +54,8 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
             raise ValueError(f"{name.upper()} is missing: {keys(schema)[name].meaning}")
     if schema is EvalConfig and "data.path" in given:
         given.setdefault("data.source", "text")
+    if "/" in (data := str(given.get("data.source"))):
+        raise ValueError(f"data={data}: not a source; give data=text data.path={data}")
     choices = presets.chosen(schema, given)
     # A model is no key with choices of its own
     if (model := choices.get("model", "auto")) not in (names := presets.names("model")):
