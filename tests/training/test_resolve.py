@@ -26,6 +26,7 @@ from longctx.spec.step import Workload
 from longctx.training import resolve
 from longctx.training.asked_step import step_of, with_steps_of_run
 from longctx.training.dry_run import MULTIPLE, OUT_OF_MEMORY, DryRun, longest_of, longest_probed
+from longctx.training.model_choice import choose_model
 from longctx.training.pretrained import Choice
 from longctx.training.run import Run, scheduled
 from tests.written import write_config
@@ -125,6 +126,8 @@ def test_longest_rows_are_taken_as_they_were_probed(monkeypatch):
     lines: list[str] = []
     length = planned(config, H200, lines).seq_len
     assert length > 100_000 and any(f"{length:,}" in line for line in lines)
+    with pytest.raises(ValueError, match="seq_len=max"):
+        choose_model(cli.compose("train", ["seq_len=max"]), "cpu")
 
 
 @pytest.mark.parametrize(
