@@ -10,6 +10,7 @@ import gc
 import os
 import shutil
 import sys
+import traceback
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -131,6 +132,9 @@ class LifeCycle:
         except Exception as error:
             is_refused = isinstance(error, REFUSED)
             problem = self._last_words(error, log, machine)
+            # A failed save holds its error, which holds the loop's frame and so its data workers.
+            # They survive the one SIGTERM of Python's exit, which then waits for them without end
+            traceback.clear_frames(error.__traceback__)
             if problem is None:
                 raise
             code = files.exit_code(error)

@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import signal
@@ -80,8 +81,9 @@ def test_training_continues_during_a_save(trained, tmp_path, in_the_write):
 def test_a_disk_that_fills_up_ends_the_next_step(trained, capsys):
     folder = trained(max_steps=2)
     with files_below(100_000):
-        command = [f"resume={folder}", "max_steps=100000", "checkpoint_every=3"]
+        command = [f"resume={folder}", "max_steps=100000", "checkpoint_every=3", "workers=1"]
         assert train.main(command) == FULL_DISK
+    assert not multiprocessing.active_children()
     problem = f"{run_folder.checkpoint_path(folder, 3)}: the checkpoint could not be written"
     printed = capsys.readouterr()
     (line,) = [x for x in (printed.out + printed.err).splitlines() if problem in x]
