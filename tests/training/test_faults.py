@@ -147,8 +147,10 @@ def test_read_only_checkpoints_stop_a_resume(read_only, refused):
 
 def test_what_a_killed_run_left_goes_at_the_next_start(two_steps):
     folder = two_steps
-    for name in (".config.77.yaml", ".metrics.77.jsonl", "checkpoints/.step-00000003.77.ckpt"):
-        (folder / name).touch()
-    (folder / "checkpoints" / ".step-00000003.ckpt.partial").mkdir()
+    for name in (".config.yaml.77.partial", "checkpoints/.last.ckpt.77.partial"):
+        (folder / name).mkdir()
+        (folder / name / "half").touch()
+    for name in (".step-00000003.ckpt.partial", ".step-00000001.ckpt.removed"):
+        (folder / "checkpoints" / name).mkdir()
     assert train.main([f"resume={folder}", "max_steps=3"]) == 0
     assert not list(folder.rglob(".*"))
