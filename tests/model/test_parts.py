@@ -208,7 +208,8 @@ N = 512 * 32  # tokens of a micro-batch on a GPU
         # Outputs of branches take the place of the norms' outputs; an H100 measured the same
         ("flash", {"norms": "post"}, 0),
         # In 4 layers the output of 128 channels; for 4 heads the sinks' share twice, and a mask
-        ("flash", {"sinks": True}, 4 * N * (4 * 128 + 4 * (4 + 4 + 1))),
+        ("flex", {"sinks": True}, 4 * N * (4 * 128 + 4 * (4 + 4 + 1))),
+        ("flash", {"sinks": True}, 0),  # its kernels compute them
         # In 4 layers the gate, and the gated output of 128 channels
         ("flash", {"attention_gate": "channel"}, 4 * N * 4 * (128 + 128)),
         # tanh of 4 heads' scores in 4 layers, 512 keys for each of the tokens
