@@ -29,7 +29,7 @@ BUDGETS = {
     "benchmarks": 3800,
 }
 # The parts that are over it, and by how many lines at most: a number here only gets smaller
-OVER: dict[str, int] = {"kernels": 158}
+OVER: dict[str, int] = {}
 # The first pattern that a path of the package begins with names its part
 PARTS = {
     "kernels": r"kernels/",

@@ -32,7 +32,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from longctx.kernels.attention import Gradients, Intervals, Saved, Scores
-from longctx.kernels.attention.hopper_primitives import split
+from longctx.kernels.attention.hopper_primitives import part_buffers, split
 from longctx.kernels.attention.portable import (
     LENGTHS,
     LN2,
@@ -104,11 +104,8 @@ def _buffers(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, D0: g
              D1: gl.constexpr):  # fmt: skip
     """Return shared memory for COUNT tiles of ROWS tokens, for each part of the channels."""
     l0: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0])
-    result = (gl.allocate_shared_memory(dtype, [COUNT, ROWS, D0], l0),)
-    if D1 > 0:
-        l1: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, order=[1, 0])
-        result = (result[0], gl.allocate_shared_memory(dtype, [COUNT, ROWS, D1], l1))
-    return result
+    l1: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, order=[1, 0])
+    return part_buffers(dtype, COUNT, ROWS, D0, l0, D1, l1)
 
 
 @gluon.jit
@@ -166,25 +163,18 @@ def _sums(ROWS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, layout: gl.con
 @gluon.jit
 def _add(acc, a, b, b_slot, K: gl.constexpr):
     """Return acc + a·b for all parts of the channels, a (M, K) and b (K, D) in shared memory."""
-    result = (_product(a, b[0].index(b_slot), acc[0], K),)
-    if len(acc) == 2:
-        result = (result[0], _product(a, b[1].index(b_slot), acc[1], K))
-    return result
+    return [_product(a, b[i].index(b_slot), acc[i], K) for i in (0, 1)[: len(acc)]]
 
 
 @gluon.jit
-def _store(x, acc, factor, t, T, stride_t, PARTS: gl.constexpr):
+def _store(x, acc, factor, t, T, stride_t):
     """Write acc · factor as tokens from t on; nothing past T. `factor` may have a value a row."""
-    for part in gl.static_range(PARTS):
-        _store_part(x + part * acc[0].shape[1], acc[part] * factor, t, T, stride_t)
-
-
-@gluon.jit
-def _store_part(x, value, t, T, stride_t):
-    r = t + gl.arange(0, value.shape[0], layout=gl.SliceLayout(1, value.type.layout))
-    c = gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, value.type.layout))
-    at = x + r.to(gl.int64)[:, None] * stride_t + c[None, :]
-    gl.store(at, value.to(x.dtype.element_ty), mask=(r < T)[:, None])
+    for part in gl.static_range(len(acc)):
+        value = acc[part] * factor
+        r = t + gl.arange(0, value.shape[0], layout=gl.SliceLayout(1, value.type.layout))
+        c = gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, value.type.layout))
+        at = x + part * acc[0].shape[1] + r.to(gl.int64)[:, None] * stride_t + c[None, :]
+        gl.store(at, value.to(x.dtype.element_ty), mask=(r < T)[:, None])
 
 
 @gluon.jit
@@ -274,7 +264,7 @@ def forward_kernel(
         l *= growth
     gl.store(lse + bh.to(gl.int64) * Tq + i, lse_i, mask=i < Tq)
     D: gl.constexpr = D0 + D1
-    _store(out + (b.to(gl.int64) * Tq * Hq + h) * D, acc, (1.0 / l)[:, None], m0, Tq, Hq * D, PARTS)
+    _store(out + (b.to(gl.int64) * Tq * Hq + h) * D, acc, (1.0 / l)[:, None], m0, Tq, Hq * D)
 
 
 @gluon.jit
@@ -426,8 +416,8 @@ def backward_kernel(
 
     async_copy.wait_group(0)
     offset = (b.to(gl.int64) * Tk * Hkv + hk) * D
-    _store(dv_out + offset, dv, 1.0, n0, Tk, Hkv * D, PARTS)
-    _store(dk_out + offset, dk, scale, n0, Tk, Hkv * D, PARTS)
+    _store(dv_out + offset, dv, 1.0, n0, Tk, Hkv * D)
+    _store(dk_out + offset, dk, scale, n0, Tk, Hkv * D)
 
 
 @gluon.jit
@@ -459,7 +449,7 @@ def sort_kernel(
     x = (_sorted(sums, BM, D0, S_ROWS, W),)
     if PARTS == 2:
         x = (x[0], _sorted(sums + BM * D0, BM, D1, S_ROWS, W))
-    _store(dq + (b.to(gl.int64) * Tq * Hq + h) * D, x, scale, t * BM, Tq, Hq * D, PARTS)
+    _store(dq + (b.to(gl.int64) * Tq * Hq + h) * D, x, scale, t * BM, Tq, Hq * D)
 
 
 def forward(

@@ -66,6 +66,7 @@ from longctx.kernels.attention.hopper_backward_256 import backward_256_kernel
 from longctx.kernels.attention.hopper_order import (
     Q_DO_EMPTY,
     Buffers,
+    TileSchedule,
     barriers,
     consumer_walk,
     directions,
@@ -73,7 +74,6 @@ from longctx.kernels.attention.hopper_order import (
     predecessor,
     producer,
     query_tile,
-    query_tiles,
     release_sent,
     wait_keys,
 )
@@ -84,7 +84,9 @@ from longctx.kernels.attention.hopper_primitives import (
     bar_arrive,
     bar_sync,
     descriptor,
+    finished,
     mask_scores,
+    part_buffers,
     pop,
     register_order,
     reinterpret,
@@ -95,6 +97,7 @@ from longctx.kernels.attention.hopper_primitives import (
     store_parts,
     tma_add,
     zero_parts,
+    zero_product,
 )
 from longctx.kernels.attention.launch import multiprocessors
 from longctx.kernels.attention.portable import (
@@ -109,7 +112,9 @@ from longctx.kernels.attention.relaunch import LAUNCHES, Relaunch, first_launch,
 
 
 class BackwardConfig(NamedTuple):
-    """BM queries and BN keys of a tile, registers of a consumer, slots of k and of v."""
+    """BM queries and BN keys of a tile, registers of a consumer, slots of k and of v: constants of
+    the kernel, by these names in capitals.
+    """
 
     BM: int
     BN: int
@@ -129,17 +134,17 @@ class Large(NamedTuple):
     """The kernel for heads of more than 128 channels, its tiles and its tensor maps."""
 
     kernel: Any
-    keys: int  # of a tile
+    BM: int
+    BN: int
     box: int  # of the keys, in a tensor map
     width: int  # channels of a tensor map
     intervals: int  # the last so many of the four are arguments
     maps_sums: bool  # it adds to the sums of dq by a tensor map
 
 
-LARGE_QUERIES = 64  # of a tile of these kernels
 LARGE = {
-    192: Large(backward_192_kernel, 96, 32, 64, 4, True),
-    256: Large(backward_256_kernel, 64, 64, 128, 2, False),
+    192: Large(backward_192_kernel, 64, 96, 32, 64, 4, True),
+    256: Large(backward_256_kernel, 64, 64, 64, 128, 2, False),
 }
 KEYS = gl.constexpr(64)  # of a consumer warpgroup
 LONG = 4096  # keys, from which on walks compute for longer than HBM takes for their tiles
@@ -158,68 +163,27 @@ def start_dq(ds, ks, at, BM: gl.constexpr, PARTS: gl.constexpr, C: gl.constexpr)
     It is half the columns of 64 queries, or one of two parts of the channels, or all columns of 64
     of 128 queries.
     """
-    N: gl.constexpr = 64 if PARTS == 1 else ks[C].shape[2]
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
+    k = ks[C if PARTS == 2 else 0].index(at)
+    if BM == 128:
+        ds = ds.slice(C * 64, 64, dim=1)
+    elif PARTS == 1:
+        k = k.slice(C * 64, 64, dim=1)
+    return warpgroup_mma(
+        ds.permute((1, 0)), k, zero_product(k.shape[1]), use_acc=False, is_async=True
     )
-    zeros = gl.zeros([64, N], gl.float32, layout=layout)
-    if PARTS == 2:
-        dq = warpgroup_mma(ds.permute((1, 0)), ks[C].index(at), zeros, use_acc=False, is_async=True)
-    elif BM == 64:
-        dq = warpgroup_mma(
-            ds.permute((1, 0)),
-            ks[0].index(at).slice(C * 64, 64, dim=1),
-            zeros,
-            use_acc=False,
-            is_async=True,
-        )
-    else:
-        dq = warpgroup_mma(
-            ds.slice(C * 64, 64, dim=1).permute((1, 0)),
-            ks[0].index(at),
-            zeros,
-            use_acc=False,
-            is_async=True,
-        )
-    return dq
 
 
 @gluon.jit
 def in_registers(xs, LAYOUT: gl.constexpr):
-    """Both parts of xs, as left operands of products with LAYOUT."""
+    """All parts of xs, as left operands of products with LAYOUT."""
     layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
-    return (xs[0].load(layout), xs[1].load(layout))
+    return [x.load(layout) for x in xs]
 
 
 @gluon.jit
-def own_keys(ks, at, PARTS: gl.constexpr, C: gl.constexpr):
+def own_keys(ks, at, C: gl.constexpr):
     """All parts of the k of a consumer's keys."""
-    result = (ks[0].index(at).slice(C * KEYS, KEYS, dim=0),)
-    if PARTS == 2:
-        result = (result[0], ks[1].index(at).slice(C * KEYS, KEYS, dim=0))
-    return result
-
-
-@gluon.jit
-def finish_sums(dk, dv, OUTSTANDING: gl.constexpr, PARTS: gl.constexpr):
-    """All parts of dk and dv, when no more than OUTSTANDING later products run."""
-    if PARTS == 1:
-        dk0, dv0 = warpgroup_mma_wait(OUTSTANDING, deps=(dk[0], dv[0]))
-        dk, dv = (dk0,), (dv0,)
-    else:
-        dk0, dk1, dv0, dv1 = warpgroup_mma_wait(OUTSTANDING, deps=(dk[0], dk[1], dv[0], dv[1]))
-        dk, dv = (dk0, dk1), (dv0, dv1)
-    return dk, dv
-
-
-@gluon.jit
-def rounded(dv, dk, scale, dtype: gl.constexpr, PARTS: gl.constexpr):
-    """dv and scaled dk in `dtype`, of one part after another."""
-    dv0, dk0 = dv[0].to(dtype), (dk[0] * scale).to(dtype)
-    result = (dv0, dk0)
-    if PARTS == 2:
-        result = (dv0, dk0, dv[1].to(dtype), (dk[1] * scale).to(dtype))
-    return result
+    return [x.index(at).slice(C * KEYS, KEYS, dim=0) for x in ks]
 
 
 @gluon.jit
@@ -249,24 +213,19 @@ def writer(
     dq, dk, dv,
     dq_part, stages, vs,
     output_empty, v_empty, queue,
-    semaphores, qfirst, qlast, stride_ib,
-    Tq, Tk, Hq, tiles, heads, l2_heads,
+    semaphores, schedule,
     GROUP: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Add the parts of dq of consumer C to memory, and store its dk and dv."""
+    _, _, _, Tq, Tk, Hq, _, _, _ = schedule
     V_SLOTS: gl.constexpr = v_empty.shape[0]
     it = 0
     count = 0
     t = pop(queue, count, 1)
     while t >= 0:
-        b, hk, n0, down = key_tile(
-            t, tiles, qlast, stride_ib, Tk, Hq // GROUP, heads, l2_heads, BN, ORDERED
-        )
-        lo, n = query_tiles(qfirst + b * stride_ib, qlast + b * stride_ib, n0, Tk, BM, BN)
-        from_query, to_query, before = predecessor(
-            qfirst + b * stride_ib, qlast + b * stride_ib, n0, Tk, down, BN
-        )
+        b, hk, n0, down, lo, n, qfirst, qlast = key_tile(t, schedule, GROUP, BM, BN, ORDERED)
+        from_query, to_query, before = predecessor(qfirst, qlast, n0, Tk, down, BN)
 
         # dq, step by step
         for x in range(n * GROUP):
@@ -292,8 +251,8 @@ def writer(
         bar_sync(OUTPUT_FULL + C, 160)
         slot = count % V_SLOTS
         dv_own, dk_own = output_buffers(stages, vs, it, 2 * slot + C, D, BM, PARTS, C)
-        store_parts(dv, dv_own, b, n0 + C * KEYS, hk, PARTS)
-        store_parts(dk, dk_own, b, n0 + C * KEYS, hk, PARTS)
+        store_parts(dv, dv_own, b, n0 + C * KEYS, hk)
+        store_parts(dk, dk_own, b, n0 + C * KEYS, hk)
         tma.store_wait(0)
         mbarrier.arrive(output_empty, count=1)
         if BM < 2 * D:
@@ -341,7 +300,7 @@ def step(
     now, after = it & 1, (it + 1) & 1
     k_at = count % loaded.k_full.shape[0] + (it & zero)
     if PARTS == 1:
-        v_own = at_index(vs, 2 * (count % loaded.v_full.shape[0]) + C + (it & zero), PARTS)
+        v_own = at_index(vs, 2 * (count % loaded.v_full.shape[0]) + C + (it & zero))
 
     # mask, if some query of the tile does not see all keys
     if not ONE_IF or (m0 < last_first) | (m0 + BM - 1 > first_last):
@@ -349,17 +308,17 @@ def step(
 
     # dp = v·doᵀ in flight, p = exp(s - lse)
     mbarrier.wait(loaded.do_full.index(now), (it >> 1) & 1)
-    dp_async = start_scores(v_own, dos, now, zeros, PARTS)
+    dp_async = start_scores(v_own, dos, now, zeros)
     p = gl.exp2(s * scale_log2 - lses.index(now).load(s_layout))
     if not FIRST:
         signal_writer(x > 1, C)
 
     # dv += p·do, ds = p (dp - delta), dk += ds·q
     p16 = gl.convert_layout(p.to(dtype), p_layout)
-    dv_async = start_sum(p16, dos, now, dv, PARTS)
+    dv_async = start_sum(p16, dos, now, dv)
     dp = warpgroup_mma_wait(PARTS, deps=(dp_async,))
     ds = (p * (dp - deltas.index(now).load(s_layout))).to(dtype)
-    dk_async = start_sum(gl.convert_layout(ds, p_layout), qs, now, dk, PARTS)
+    dk_async = start_sum(gl.convert_layout(ds, p_layout), qs, now, dk)
 
     # ds to shared memory, once the other consumer has used the ds before it
     if not FIRST:
@@ -372,10 +331,11 @@ def step(
         bar_sync(TURN + 9 * C, 256)
     if not FIRST:
         dq_async = start_dq(dss.index(after), ks, k_at, BM, PARTS, C)
-    dk, dv = finish_sums(dk_async, dv_async, 0 if FIRST else 1, PARTS)
+    done = finished(dk_async + dv_async, 0 if FIRST else 1)
+    dk, dv = done[:PARTS], done[PARTS:]
     bar_arrive(Q_DO_EMPTY + now, 288)
     mbarrier.wait(loaded.q_full.index(after), ((it + 1) >> 1) & 1, pred=more)
-    s_async = start_scores(own_keys(ks, k_at, PARTS, C), qs, after, zeros, PARTS)
+    s_async = start_scores(own_keys(ks, k_at, C), qs, after, zeros)
     if not FIRST:
         dq = warpgroup_mma_wait(PARTS, deps=(dq_async,))
     if not PINGPONG:  # faster here, once the next scores are in flight
@@ -394,8 +354,7 @@ def step(
 def consumer(
     buffers, dss, dq_part, stages,
     loaded, output_empty, queue,
-    qfirst, qlast, stride_ib, scale, scale_log2,
-    Tk, Hq, tiles, heads, l2_heads, zero,
+    schedule, scale, scale_log2, zero,
     GROUP: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -419,13 +378,11 @@ def consumer(
     count = 0
     t = pop(queue, count, 4)
     m0, n, down, qfirst_j, qlast_j, last_first, first_last = consumer_walk(
-        gl.maximum(t, 0), qfirst, qlast, stride_ib,
-        tiles, Tk, Hq // GROUP, heads, l2_heads,
-        BM, BN, ORDERED, DIRECTIONS, C, KEYS, s_layout,
-    )  # fmt: skip
+        gl.maximum(t, 0), schedule, GROUP, BM, BN, ORDERED, DIRECTIONS, C, KEYS, s_layout
+    )
     while t >= 0:
-        dk = zero_parts(qs, PARTS)
-        dv = zero_parts(qs, PARTS)
+        dk = zero_parts(qs)
+        dv = zero_parts(qs)
         k_slot, v_slot = count % K_SLOTS, count % V_SLOTS
         steps = n * GROUP
         wait_keys(k_full, count)
@@ -436,9 +393,9 @@ def consumer(
                 bar_sync(TURN + 9, 256)
             # `& zero`: as in `step`
             k_at = k_slot + ((it if ORDERED or GROUP > 1 else count) & zero)
-            s_async = start_scores(own_keys(ks, k_at, PARTS, C), qs, it & 1, zeros, PARTS)
+            s_async = start_scores(own_keys(ks, k_at, C), qs, it & 1, zeros)
             wait_keys(v_full, count)
-            v_own = at_index(vs, 2 * v_slot + C, PARTS)
+            v_own = at_index(vs, 2 * v_slot + C)
             if PARTS == 2:
                 v_own = in_registers(v_own, s_layout)
             if OUTPUT_IN_DS:
@@ -480,10 +437,8 @@ def consumer(
         # the next walk, which takes a while to look up
         t = pop(queue, count + 1, 4)
         m0, n, down, qfirst_j, qlast_j, last_first, first_last = consumer_walk(
-            gl.maximum(t, 0), qfirst, qlast, stride_ib,
-            tiles, Tk, Hq // GROUP, heads, l2_heads,
-            BM, BN, ORDERED, DIRECTIONS, C, KEYS, s_layout,
-        )  # fmt: skip
+            gl.maximum(t, 0), schedule, GROUP, BM, BN, ORDERED, DIRECTIONS, C, KEYS, s_layout
+        )
 
         # dq of the last tile
         if steps > 0:
@@ -500,12 +455,12 @@ def consumer(
 
         # epilogue: dk and dv
         dv_own, dk_own = output_buffers(stages, vs, it, 2 * v_slot + C, D, BM, PARTS, C)
-        outputs = rounded(dv, dk, scale, dtype, PARTS)
+        outputs = [(dv[i].to(dtype), (dk[i] * scale).to(dtype)) for i in (0, 1)[:PARTS]]
         if not OUTPUT_IN_DS:
             mbarrier.wait(output_empty, (it + count + 1) & 1)
         for i in gl.static_range(PARTS):
-            dv_own[i].store(outputs[2 * i])
-            dk_own[i].store(outputs[2 * i + 1])
+            dv_own[i].store(outputs[i][0])
+            dk_own[i].store(outputs[i][1])
         if OUTPUT_IN_DS:
             mbarrier.wait(output_empty, (it + count + 1) & 1)
         signal_writer(True, C)
@@ -537,21 +492,15 @@ def backward_kernel(
     dtype: gl.constexpr = q.dtype
     D0: gl.constexpr = D - D1
     PARTS: gl.constexpr = 1 if D1 == 0 else 2
-    qs = (gl.allocate_shared_memory(dtype, [2, BM, D0], q_shared),)
-    dos = (gl.allocate_shared_memory(dtype, [2, BM, D0], q_shared),)
-    ks = (gl.allocate_shared_memory(dtype, [K_SLOTS, BN, D0], k_shared),)
-    vs = (gl.allocate_shared_memory(dtype, [2 * V_SLOTS, KEYS, D0], v_shared),)
-    if D1 > 0:
-        qs = (qs[0], gl.allocate_shared_memory(dtype, [2, BM, D1], q1_shared))
-        dos = (dos[0], gl.allocate_shared_memory(dtype, [2, BM, D1], q1_shared))
-        ks = (ks[0], gl.allocate_shared_memory(dtype, [K_SLOTS, BN, D1], k1_shared))
-        vs = (vs[0], gl.allocate_shared_memory(dtype, [2 * V_SLOTS, KEYS, D1], v1_shared))
+    qs = part_buffers(dtype, 2, BM, D0, q_shared, D1, q1_shared)
+    dos = part_buffers(dtype, 2, BM, D0, q_shared, D1, q1_shared)
+    ks = part_buffers(dtype, K_SLOTS, BN, D0, k_shared, D1, k1_shared)
+    vs = part_buffers(dtype, 2 * V_SLOTS, KEYS, D0, v_shared, D1, v1_shared)
     lses = gl.allocate_shared_memory(gl.float32, [2, 1, BM], row_shared)
     deltas = gl.allocate_shared_memory(gl.float32, [2, 1, BM], row_shared)
     dss = gl.allocate_shared_memory(dtype, [2, BN, BM], ds_shared)
     dq_parts = gl.allocate_shared_memory(gl.float32, [2, 16, 256], row_shared)
-    dq_part0 = dq_parts.index(0)
-    dq_part1 = dq_parts.index(1)
+    dq_part = (dq_parts.index(0), dq_parts.index(1))
     # see output_buffers
     stages = (
         reinterpret(
@@ -561,61 +510,41 @@ def backward_kernel(
             v_shared,
         ),
     )
-    maps = (q,), (k,), (v,), (do,), (dk,), (dv,)
     dq_maps = (dq, dq)
     if D1 > 0:
         gl.static_assert((D0 == 64) & (D1 == 32), "the places of dk and of parts of dq")
         stages = (stages[0], reinterpret(dq_parts, dtype, [8, KEYS, D1], v1_shared))
         dq_part1 = reinterpret(dq_parts, gl.float32, [4, 8, 256], row_shared).index(2)
-        maps = (q, q1), (k, k1), (v, v1), (do, do1), (dk, dk1), (dv, dv1)
-        dq_maps = (dq, dq1)
+        dq_part, dq_maps = (dq_part[0], dq_part1), (dq, dq1)
     # consumers and writers pop the queue
     buffers = Buffers(qs, ks, vs, dos, lses, deltas)
     loaded, queue = barriers(4, K_SLOTS, V_SLOTS)
     output_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(output_empty.index(i), count=1)
+    schedule = TileSchedule(qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles, heads, l2_heads)
 
-    # warps
+    # warps: two consumers, the producer, two writers
     # fmt: off
     gl.warp_specialize([
         (consumer, (
-            buffers, dss, dq_part0, stages,
-            loaded, output_empty.index(0), queue,
-            qfirst, qlast, stride_ib, scale, scale_log2,
-            Tk, Hq, tiles, heads, l2_heads, zero,
-            GROUP, D, PARTS, BM, BN, ORDERED, DIRECTIONS, 0,
-        )),
-        (consumer, (
-            buffers, dss, dq_part1, stages,
-            loaded, output_empty.index(1), queue,
-            qfirst, qlast, stride_ib, scale, scale_log2,
-            Tk, Hq, tiles, heads, l2_heads, zero,
-            GROUP, D, PARTS, BM, BN, ORDERED, DIRECTIONS, 1,
-        )),
-        (producer, (
-            maps[0], maps[1], maps[2], maps[3], lse2, delta,
+            buffers, dss, dq_part[c], stages,
+            loaded, output_empty.index(c), queue,
+            schedule, scale, scale_log2, zero,
+            GROUP, D, PARTS, BM, BN, ORDERED, DIRECTIONS, c,
+        )) if c < 2 else (producer, (
+            (q, q1)[:PARTS], (k, k1)[:PARTS], (v, v1)[:PARTS], (do, do1)[:PARTS], lse2, delta,
             buffers, loaded, queue,
-            counter, qfirst, qlast, stride_ib,
-            Tq, Tk, Hq, tiles, heads, l2_heads,
-            GROUP, D, PARTS, BM, BN, ORDERED, DIRECTIONS,
-        )),
-        (writer, (
-            dq_maps[0], maps[4], maps[5],
-            dq_part0, stages, vs,
-            output_empty.index(0), loaded.v_empty, queue,
-            semaphores, qfirst, qlast, stride_ib,
-            Tq, Tk, Hq, tiles, heads, l2_heads,
-            GROUP, D, PARTS, BM, BN, ORDERED, DIRECTIONS, 0,
-        )),
-        (writer, (
-            dq_maps[1], maps[4], maps[5],
-            dq_part1, stages, vs,
-            output_empty.index(1), loaded.v_empty, queue,
-            semaphores, qfirst, qlast, stride_ib,
-            Tq, Tk, Hq, tiles, heads, l2_heads,
-            GROUP, D, PARTS, BM, BN, ORDERED, DIRECTIONS, 1,
-        )),
+            counter, schedule,
+            GROUP, D, BM, BN, ORDERED, DIRECTIONS,
+        )) if c == 2 else (writer, (
+            dq_maps[c - 3], (dk, dk1)[:PARTS], (dv, dv1)[:PARTS],
+            dq_part[c - 3], stages, vs,
+            output_empty.index(c - 3), loaded.v_empty, queue,
+            semaphores, schedule,
+            GROUP, D, PARTS, BM, BN, ORDERED, DIRECTIONS, c - 3,
+        ))
+        for c in (0, 1, 2, 3, 4)
     ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])
     # fmt: on
 
@@ -673,8 +602,8 @@ def constants_of(
         large = LARGE[size]
         return dict(
             **common,
-            shared=shared_layout((LARGE_QUERIES, large.width), dtype),
-            ds_shared=shared_layout((LARGE_QUERIES, large.box), dtype),
+            shared=shared_layout((large.BM, large.width), dtype),
+            ds_shared=shared_layout((large.BM, large.box), dtype),
         )
     width, rest = split(size)
     layouts = {
@@ -687,11 +616,7 @@ def constants_of(
         **layouts,
         ds_shared=shared_layout((c.BN, c.BM), dtype),
         D1=rest,
-        BM=c.BM,
-        BN=c.BN,
-        K_SLOTS=c.k_slots,
-        V_SLOTS=c.v_slots,
-        REGISTERS=c.registers,
+        **{name.upper(): value for name, value in c._asdict().items()},
     )
 
 
@@ -793,7 +718,7 @@ def _first_backward(
     size = hopper_size(D)
     # larger heads have a kernel without a choice of tiles
     c = CONFIGS.get(size)
-    BM = c.BM if c else LARGE_QUERIES
+    BM = (c or LARGE[size]).BM
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     # one buffer: sums of dq, counter, semaphores, lse2, delta, parts of dsinks
     dq_tiles = B * Hq * triton.cdiv(Tq, BM)
@@ -857,15 +782,15 @@ def _first_launch(
     Tk, Hkv = x.k.shape[1:3]
     c, group = CONFIGS.get(size), Hq // Hkv
     dtype = gl.bfloat16 if x.q.dtype == torch.bfloat16 else gl.float16
-    tiles = triton.cdiv(Tk, c.BN if c else LARGE[size].keys)
+    tile = c or LARGE[size]
+    tiles = triton.cdiv(Tk, tile.BN)
     # behind the sums: the counter, padded to 16 bytes, and the semaphores
     ints = x.sums[count:].view(torch.int32)
     pointers: tuple[Tensor, ...] = (ints[4 if ordered else 0 :], ints)
     # tensor maps: lse2 and delta, then the operands of each part of the channels
     lines = B * Hq, x.lse2.shape[2]
-    row_box = [1, c.BM if c else LARGE_QUERIES]
     maps = [
-        TensorDescriptor(rows, [*lines], [lines[1], 1], row_box, ROW_LAYOUT)
+        TensorDescriptor(rows, [*lines], [lines[1], 1], [1, tile.BM], ROW_LAYOUT)
         for rows in (x.lse2, x.delta)
     ]
     # short walks wait for HBM: their q, do and fp32 sums of dq stay in L2, those of longer need not
@@ -877,7 +802,7 @@ def _first_launch(
     programs = min(tiles * B * Hkv, multiprocessors(x.q.device))
     if c is None:
         large = LARGE[size]
-        rows_of_maps = (LARGE_QUERIES, large.box, large.box) * 2
+        rows_of_maps = (large.BM, large.box, large.box) * 2
         maps += [
             descriptor(*of, large.width, dtype) for of in zip(x[:6], rows_of_maps, strict=True)
         ]

@@ -46,12 +46,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from longctx.kernels.attention.hopper_order import (
     Q_DO_EMPTY,
     Buffers,
+    TileSchedule,
     barriers,
     key_tile,
     predecessor,
     producer,
     query_tile,
-    query_tiles,
     release_sent,
     wait_keys,
 )
@@ -59,6 +59,7 @@ from longctx.kernels.attention.hopper_primitives import (
     bar_arrive,
     bar_sync,
     mask_scores,
+    part_buffers,
     pop,
     register_order,
     reinterpret,
@@ -269,21 +270,16 @@ def gradient_step(
 @gluon.jit
 def writer(
     dq, dq_part, dq_empty, queue,
-    semaphores, qfirst, qlast, stride_ib,
-    Tq, Tk, Hq, tiles, heads, l2_heads,
+    semaphores, schedule,
     GROUP: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Add the parts of dq of consumer C to memory: the first two, or the last."""
+    _, _, _, Tq, Tk, Hq, _, _, _ = schedule
     count = 0
     t = pop(queue, count, 1)
     while t >= 0:
-        b, hk, n0, down = key_tile(
-            t, tiles, qlast, stride_ib, Tk, Hq // GROUP, heads, l2_heads, KEYS, ORDERED
-        )
-        qfirst_b = qfirst + b * stride_ib
-        qlast_b = qlast + b * stride_ib
-        lo, n = query_tiles(qfirst_b, qlast_b, n0, Tk, N, KEYS)
-        from_query, to_query, before = predecessor(qfirst_b, qlast_b, n0, Tk, down, KEYS)
+        b, hk, n0, down, lo, n, qfirst, qlast = key_tile(t, schedule, GROUP, N, KEYS, ORDERED)
+        from_query, to_query, before = predecessor(qfirst, qlast, n0, Tk, down, KEYS)
         for x in range(n * GROUP):
             m = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
             tile = (b * Hq + hk * GROUP + x % GROUP) * gl.cdiv(Tq, N) + m
@@ -322,28 +318,23 @@ def consumer(
     out_map,
     buffers, pss, dss, dq_part,
     loaded, dq_empty, queue,
-    first, last, qfirst, qlast, stride_first, stride_ib, scale, scale_log2,
-    Tq, Tk, Hq, tiles, heads, l2_heads, zero,
+    first, last, stride_first, schedule, scale, scale_log2, zero,
     shared: gl.constexpr, GROUP: gl.constexpr,
     ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Consumer C: dv or dk of each tile, and its channels of dq at every step."""
     qs, ks, vs, dos, lses, deltas = buffers
     q_full, do_full, k_full, k_empty, v_full, v_empty = loaded
+    _, _, _, Tq, Tk, _, _, _, _ = schedule
     it = 0
     count = 0
     t = pop(queue, count, 4)
     while t >= 0:
         # the tile of keys, the queries that see it
-        b, hk, n0, down = key_tile(
-            t, tiles, qlast, stride_ib, Tk, Hq // GROUP, heads, l2_heads, KEYS, ORDERED
-        )
-        qfirst_b = qfirst + b * stride_ib
-        qlast_b = qlast + b * stride_ib
-        lo, n = query_tiles(qfirst_b, qlast_b, n0, Tk, N, KEYS)
+        b, hk, n0, down, lo, n, qfirst, qlast = key_tile(t, schedule, GROUP, N, KEYS, ORDERED)
         # queries from last_first to first_last see all keys; none sees keys past the end
-        last_first = gl.load(qfirst_b + gl.minimum(n0 + KEYS, Tk) - 1)
-        first_last = gl.load(qlast_b + n0)
+        last_first = gl.load(qfirst + gl.minimum(n0 + KEYS, Tk) - 1)
+        first_last = gl.load(qlast + n0)
         last_first = gl.where(n0 + KEYS > Tk, 2147483647, last_first)
 
         out = (
@@ -354,14 +345,10 @@ def consumer(
         wait_keys(v_full, count)
         if n > 0:
             # prologue: s or dp of the first tile of queries
-            if C == 0:
-                mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
-                s0 = start_scores(qs, it & 1, ks, it & zero, shared, 0)
-                s1 = start_scores(qs, it & 1, ks, it & zero, shared, 1)
-            else:
-                mbarrier.wait(do_full.index(it & 1), (it >> 1) & 1)
-                s0 = start_scores(dos, it & 1, vs, it & zero, shared, 0)
-                s1 = start_scores(dos, it & 1, vs, it & zero, shared, 1)
+            xs, full, ys = (qs, q_full, ks) if C == 0 else (dos, do_full, vs)
+            mbarrier.wait(full.index(it & 1), (it >> 1) & 1)
+            s0 = start_scores(xs, it & 1, ys, it & zero, shared, 0)
+            s1 = start_scores(xs, it & 1, ys, it & zero, shared, 1)
             s = warpgroup_mma_wait(0, deps=(s0, s1))
 
             # steady state
@@ -399,16 +386,6 @@ def consumer(
         t = pop(queue, count, 4)
 
 
-@gluon.jit
-def parts(BOXES: gl.constexpr, ROWS: gl.constexpr, dtype: gl.constexpr, shared: gl.constexpr):
-    """Return buffers of three parts of the channels."""
-    return (
-        gl.allocate_shared_memory(dtype, [BOXES, ROWS, N], shared),
-        gl.allocate_shared_memory(dtype, [BOXES, ROWS, N], shared),
-        gl.allocate_shared_memory(dtype, [BOXES, ROWS, N], shared),
-    )
-
-
 @gluon.jit(do_not_specialize=["Tq", "Tk", "Hq", "tiles", "heads", "l2_heads", "zero"])
 def backward_192_kernel(
     lse2, delta,
@@ -427,64 +404,42 @@ def backward_192_kernel(
     """
     # shared memory
     dtype: gl.constexpr = q.dtype
-    qs, dos = parts(2, N, dtype, shared), parts(2, N, dtype, shared)
-    ks, vs = parts(3, BOX, dtype, shared), parts(3, BOX, dtype, shared)
+    qs = [gl.allocate_shared_memory(dtype, [2, N, N], shared) for _ in (0, 1, 2)]
+    dos = [gl.allocate_shared_memory(dtype, [2, N, N], shared) for _ in (0, 1, 2)]
+    ks = [gl.allocate_shared_memory(dtype, [3, BOX, N], shared) for _ in (0, 1, 2)]
+    vs = [gl.allocate_shared_memory(dtype, [3, BOX, N], shared) for _ in (0, 1, 2)]
     lses = gl.allocate_shared_memory(gl.float32, [2, 1, N], row_shared)
     deltas = gl.allocate_shared_memory(gl.float32, [2, 1, N], row_shared)
-    pss = (
-        gl.allocate_shared_memory(dtype, [1, N, N], shared),
-        gl.allocate_shared_memory(dtype, [1, N, BOX], ds_shared),
-    )
-    dss = (
-        gl.allocate_shared_memory(dtype, [1, N, N], shared),
-        gl.allocate_shared_memory(dtype, [1, N, BOX], ds_shared),
-    )
+    pss = part_buffers(dtype, 1, N, N, shared, BOX, ds_shared)
+    dss = part_buffers(dtype, 1, N, N, shared, BOX, ds_shared)
     buffers = Buffers(qs, ks, vs, dos, lses, deltas)
-    dq_part0 = gl.allocate_shared_memory(gl.float32, [1, 16, 256], row_shared)
-    dq_part1 = gl.allocate_shared_memory(gl.float32, [1, 16, 256], row_shared)
+    dq_part = [gl.allocate_shared_memory(gl.float32, [1, 16, 256], row_shared) for _ in (0, 1)]
     # consumers and writers pop the queue
     loaded, queue = barriers(4)
     dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(dq_empty.index(i), count=1)
+    schedule = TileSchedule(qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles, heads, l2_heads)
 
-    # warps
+    # warps: two consumers, two writers, the producer
     # fmt: off
     gl.warp_specialize([
         (consumer, (
-            dv,
-            buffers, pss, dss, dq_part0,
-            loaded, dq_empty.index(0), queue,
-            first, last, qfirst, qlast, stride_first, stride_ib, scale, scale_log2,
-            Tq, Tk, Hq, tiles, heads, l2_heads, zero,
-            shared, GROUP, ORDERED, DIRECTIONS, 0,
-        )),
-        (consumer, (
-            dk,
-            buffers, pss, dss, dq_part1,
-            loaded, dq_empty.index(1), queue,
-            first, last, qfirst, qlast, stride_first, stride_ib, scale, scale_log2,
-            Tq, Tk, Hq, tiles, heads, l2_heads, zero,
-            shared, GROUP, ORDERED, DIRECTIONS, 1,
-        )),
-        (writer, (
-            dq, dq_part0, dq_empty.index(0), queue,
-            semaphores, qfirst, qlast, stride_ib,
-            Tq, Tk, Hq, tiles, heads, l2_heads,
-            GROUP, ORDERED, DIRECTIONS, 0,
-        )),
-        (writer, (
-            dq, dq_part1, dq_empty.index(1), queue,
-            semaphores, qfirst, qlast, stride_ib,
-            Tq, Tk, Hq, tiles, heads, l2_heads,
-            GROUP, ORDERED, DIRECTIONS, 1,
-        )),
-        (producer, (
+            (dv, dk)[c],
+            buffers, pss, dss, dq_part[c],
+            loaded, dq_empty.index(c), queue,
+            first, last, stride_first, schedule, scale, scale_log2, zero,
+            shared, GROUP, ORDERED, DIRECTIONS, c,
+        )) if c < 2 else (writer, (
+            dq, dq_part[c - 2], dq_empty.index(c - 2), queue,
+            semaphores, schedule,
+            GROUP, ORDERED, DIRECTIONS, c - 2,
+        )) if c < 4 else (producer, (
             (q, q, q), (k, k, k), (v, v, v), (do, do, do), lse2, delta,
             buffers, loaded, queue,
-            counter, qfirst, qlast, stride_ib,
-            Tq, Tk, Hq, tiles, heads, l2_heads,
-            GROUP, D, 3, N, KEYS, ORDERED, DIRECTIONS,
-        )),
+            counter, schedule,
+            GROUP, D, N, KEYS, ORDERED, DIRECTIONS,
+        ))
+        for c in (0, 1, 2, 3, 4)
     ], [4, 1, 1, 1], [240, 24, 24, 24])
     # fmt: on

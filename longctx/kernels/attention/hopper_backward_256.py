@@ -38,12 +38,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from longctx.kernels.attention.hopper_order import (
     Q_DO_EMPTY,
     Buffers,
+    TileSchedule,
     barriers,
     key_tile,
     predecessor,
     producer,
     query_tile,
-    query_tiles,
     release_added,
     wait_keys,
 )
@@ -52,6 +52,7 @@ from longctx.kernels.attention.hopper_primitives import (
     bar_arrive,
     bar_sync,
     mask_scores,
+    part_buffers,
     pop,
     start_scores,
     store_part,
@@ -158,7 +159,7 @@ def scores_step(
     add_tile(dq, sums, semaphore, wait, before, ready, 0, ORDERED)
     dq_async = start_dq(dss.index(after), k_own, N, zeros)
     mbarrier.wait(q_full.index(after), ((it + 1) >> 1) & 1, pred=more)
-    s = start_scores(at_index(ks, it & zero, 2), qs, after, zeros, 2)
+    s = start_scores(at_index(ks, it & zero), qs, after, zeros)
     dq = warpgroup_mma_wait(2, deps=(dq_async,))
     add_tile(dq, sums, semaphore, wait, before, ready, N, ORDERED)
     if ORDERED:  # noqa: SIM102, the first is known when compiling
@@ -202,14 +203,14 @@ def gradient_step(
     mbarrier.wait(q_full.index(now), (it >> 1) & 1)
     dk_async = warpgroup_mma(dss.index(now), qs[1].index(now), dk, is_async=True)
     dq_async = start_dq(dss.index(now), k_own, 0, zeros)
-    v_all = at_index(vs, it & zero, 2)
+    v_all = at_index(vs, it & zero)
     dk, dv, dq = warpgroup_mma_wait(0, deps=(dk_async, dv_async, dq_async))
     bar_arrive(Q_DO_EMPTY + now, 288)
     # dq, 64 channels at a time
     add_tile(dq, sums, semaphore, wait, before, True, 0, ORDERED)
     dq_async = start_dq(dss.index(now), k_own, N, zeros)
     mbarrier.wait(do_full.index(after), ((it + 1) >> 1) & 1, pred=more)
-    dp = start_scores(v_all, dos, after, zeros, 2)
+    dp = start_scores(v_all, dos, after, zeros)
     dq = warpgroup_mma_wait(2, deps=(dq_async,))
     add_tile(dq, sums, semaphore, wait, before, True, N, ORDERED)
     if ORDERED:
@@ -223,14 +224,14 @@ def consumer(
     sums, dk_map, dv_map,
     buffers, pss, dss,
     loaded, queue,
-    semaphores, qfirst, qlast, stride_ib, scale, scale_log2,
-    Tq, Tk, Hq, tiles, heads, l2_heads, zero,
+    semaphores, schedule, scale, scale_log2, zero,
     GROUP: gl.constexpr, D: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
     """Consumer C: its channels of dk and dv of each tile, and of dq at every step."""
     qs, ks, vs, dos, lses, deltas = buffers
     q_full, do_full, k_full, k_empty, v_full, v_empty = loaded
+    _, _, _, Tq, Tk, Hq, _, _, _ = schedule
     dtype: gl.constexpr = qs[0].dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
@@ -241,19 +242,14 @@ def consumer(
     t = pop(queue, count, 4)
     while t >= 0:
         # the tile of keys, the queries that see it
-        b, hk, n0, down = key_tile(
-            t, tiles, qlast, stride_ib, Tk, Hq // GROUP, heads, l2_heads, N, ORDERED
-        )
-        qfirst_b = qfirst + b * stride_ib
-        qlast_b = qlast + b * stride_ib
-        lo, n = query_tiles(qfirst_b, qlast_b, n0, Tk, N, N)
-        from_query, to_query, before = predecessor(qfirst_b, qlast_b, n0, Tk, down, N)
+        b, hk, n0, down, lo, n, qfirst, qlast = key_tile(t, schedule, GROUP, N, N, ORDERED)
+        from_query, to_query, before = predecessor(qfirst, qlast, n0, Tk, down, N)
         j = n0 + gl.arange(0, N, layout=gl.SliceLayout(1, layout))
-        qfirst_j = gl.load(qfirst_b + j, mask=j < Tk, other=0)
-        qlast_j = gl.load(qlast_b + j, mask=j < Tk, other=-1)
-        last_first = gl.load(qfirst_b + gl.minimum(n0 + N, Tk) - 1)
+        qfirst_j = gl.load(qfirst + j, mask=j < Tk, other=0)
+        qlast_j = gl.load(qlast + j, mask=j < Tk, other=-1)
+        last_first = gl.load(qfirst + gl.minimum(n0 + N, Tk) - 1)
         # no query sees keys past the end
-        first_last = gl.load(qlast_b + n0, mask=n0 + N <= Tk, other=-1)
+        first_last = gl.load(qlast + n0, mask=n0 + N <= Tk, other=-1)
 
         dk = zero_product(OWN_CHANNELS)
         dv = zero_product(OWN_CHANNELS)
@@ -261,12 +257,9 @@ def consumer(
         wait_keys(v_full, count)
         if n > 0:
             # prologue: s or dp of the first tile of queries
-            if C == 0:
-                mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
-                s_async = start_scores(at_index(ks, count & zero, 2), qs, it & 1, zeros, 2)
-            else:
-                mbarrier.wait(do_full.index(it & 1), (it >> 1) & 1)
-                s_async = start_scores(at_index(vs, count & zero, 2), dos, it & 1, zeros, 2)
+            xs, full, ys = (ks, q_full, qs) if C == 0 else (vs, do_full, dos)
+            mbarrier.wait(full.index(it & 1), (it >> 1) & 1)
+            s_async = start_scores(at_index(xs, count & zero), ys, it & 1, zeros)
             s = warpgroup_mma_wait(0, deps=(s_async,))
 
             # steady state
@@ -328,15 +321,6 @@ def consumer(
         t = pop(queue, count, 4)
 
 
-@gluon.jit
-def halves(SLOTS: gl.constexpr, dtype: gl.constexpr, shared: gl.constexpr):
-    """Return buffers of both consumers' channels."""
-    return (
-        gl.allocate_shared_memory(dtype, [SLOTS, N, OWN_CHANNELS], shared),
-        gl.allocate_shared_memory(dtype, [SLOTS, N, OWN_CHANNELS], shared),
-    )
-
-
 @gluon.jit(do_not_specialize=["Tq", "Tk", "Hq", "tiles", "heads", "l2_heads", "zero"])
 def backward_256_kernel(
     lse2, delta,
@@ -354,40 +338,33 @@ def backward_256_kernel(
     """
     # shared memory
     dtype: gl.constexpr = q.dtype
-    qs, dos = halves(2, dtype, shared), halves(2, dtype, shared)
-    ks, vs = halves(1, dtype, shared), halves(1, dtype, shared)
+    qs = part_buffers(dtype, 2, N, OWN_CHANNELS, shared, OWN_CHANNELS, shared)
+    dos = part_buffers(dtype, 2, N, OWN_CHANNELS, shared, OWN_CHANNELS, shared)
+    ks = part_buffers(dtype, 1, N, OWN_CHANNELS, shared, OWN_CHANNELS, shared)
+    vs = part_buffers(dtype, 1, N, OWN_CHANNELS, shared, OWN_CHANNELS, shared)
     lses = gl.allocate_shared_memory(gl.float32, [2, 1, N], row_shared)
     deltas = gl.allocate_shared_memory(gl.float32, [2, 1, N], row_shared)
     pss = gl.allocate_shared_memory(dtype, [2, N, N], ds_shared)
     dss = gl.allocate_shared_memory(dtype, [2, N, N], ds_shared)
     buffers = Buffers(qs, ks, vs, dos, lses, deltas)
     loaded, queue = barriers(2)
+    schedule = TileSchedule(qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles, heads, l2_heads)
 
-    # warps
+    # warps: two consumers, the producer
     # fmt: off
     gl.warp_specialize([
         (consumer, (
             sums, dk, dv,
             buffers, pss, dss,
             loaded, queue,
-            semaphores, qfirst, qlast, stride_ib, scale, scale_log2,
-            Tq, Tk, Hq, tiles, heads, l2_heads, zero,
-            GROUP, D, ORDERED, DIRECTIONS, 0,
-        )),
-        (consumer, (
-            sums, dk, dv,
-            buffers, pss, dss,
-            loaded, queue,
-            semaphores, qfirst, qlast, stride_ib, scale, scale_log2,
-            Tq, Tk, Hq, tiles, heads, l2_heads, zero,
-            GROUP, D, ORDERED, DIRECTIONS, 1,
-        )),
-        (producer, (
+            semaphores, schedule, scale, scale_log2, zero,
+            GROUP, D, ORDERED, DIRECTIONS, c,
+        )) if c < 2 else (producer, (
             (q, q), (k, k), (v, v), (do, do), lse2, delta,
             buffers, loaded, queue,
-            counter, qfirst, qlast, stride_ib,
-            Tq, Tk, Hq, tiles, heads, l2_heads,
-            GROUP, D, 2, N, N, ORDERED, DIRECTIONS,
-        )),
+            counter, schedule,
+            GROUP, D, N, N, ORDERED, DIRECTIONS,
+        ))
+        for c in (0, 1, 2)
     ], [4, 1], [240, 24])
     # fmt: on

@@ -43,15 +43,32 @@ def directions(head_dim: int, group: int, ordered: bool) -> int:
     return 2 if ordered or (head_dim > 64 and group > 1) else 1
 
 
+class TileSchedule(NamedTuple):
+    """Intervals of the queries that see each key, lengths, and the tiles of `scheduled_tile`."""
+
+    qfirst: Any
+    qlast: Any
+    stride_ib: Any
+    Tq: Any
+    Tk: Any
+    Hq: Any
+    tiles: Any
+    heads: Any
+    l2_heads: Any
+
+
 @gluon.jit
 def key_tile(
-    t, tiles, qlast, stride_ib, Tk, Hkv, heads, l2_heads, BN: gl.constexpr, ORDERED: gl.constexpr
+    t, schedule, GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ORDERED: gl.constexpr
 ):
-    """Return tile t of the schedule: row b, key-value head hk, first key n0, and `down`.
+    """Return tile t of the schedule: row b, key-value head hk, first key n0, and `down`; first and
+    number of the tiles of queries that see its keys; qfirst and qlast of the row.
 
     Ordered, rows whose tiles walk up begin with their last keys; all others begin with the first
     keys, since their walks are the longest. If DIRECTIONS is 1 `down` means nothing.
     """
+    qfirst, qlast, stride_ib, _, Tk, Hq, tiles, heads, l2_heads = schedule
+    Hkv = Hq // GROUP
     rank, bh = scheduled_tile(t, tiles, heads, l2_heads)
     b = bh // Hkv
     if ORDERED:
@@ -59,14 +76,11 @@ def key_tile(
         rank = gl.where(down, rank, tiles - 1 - rank)
     else:
         down = (t // gl.num_programs(0)) % 2 == 0
-    return b, bh % Hkv, rank * BN, down
-
-
-@gluon.jit
-def query_tiles(qfirst, qlast, n0, Tk, BM: gl.constexpr, BN: gl.constexpr):
-    """Return first and number of the tiles of queries that see the keys from n0 on."""
+    hk, n0 = bh % Hkv, rank * BN
+    qfirst += b * stride_ib
+    qlast += b * stride_ib
     lo, full_lo, full_hi, masked = visible_tiles(qfirst, qlast, n0, gl.minimum(n0 + BN, Tk), BM)
-    return lo, masked + full_hi - full_lo
+    return b, hk, n0, down, lo, masked + full_hi - full_lo, qfirst, qlast
 
 
 @gluon.jit
@@ -126,9 +140,8 @@ def release_added(semaphore, before, BARRIER: gl.constexpr):
 
 @gluon.jit
 def consumer_walk(
-    t, qfirst, qlast, stride_ib,
-    tiles, Tk, Hkv, heads, l2_heads,
-    BM: gl.constexpr, BN: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
+    t, schedule, GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
     C: gl.constexpr, KEYS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Return the walk of consumer C over its KEYS keys of tile t.
@@ -136,10 +149,8 @@ def consumer_walk(
     First query m0 of the first step, n tiles of queries, `down`; the first and last query that sees
     each key; the first and last query that sees all keys.
     """
-    b, _, n0, down = key_tile(t, tiles, qlast, stride_ib, Tk, Hkv, heads, l2_heads, BN, ORDERED)
-    qfirst += b * stride_ib
-    qlast += b * stride_ib
-    lo, n = query_tiles(qfirst, qlast, n0, Tk, BM, BN)
+    Tk = schedule.Tk
+    _, _, n0, down, lo, n, qfirst, qlast = key_tile(t, schedule, GROUP, BM, BN, ORDERED)
     start = n0 + C * KEYS
     j = start + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
     qfirst_j = gl.load(qfirst + j, mask=j < Tk, other=0)
@@ -215,7 +226,7 @@ def wait_keys(full, count):
 
 
 @gluon.jit
-def load_keys(x, xs, full, empty, count, b, n0, h, D: gl.constexpr, PARTS: gl.constexpr):
+def load_keys(x, xs, full, empty, count, b, n0, h, D: gl.constexpr):
     """Load a tile of k or v, in one box or one for each consumer, once its slot is empty."""
     SLOTS: gl.constexpr = full.shape[0]
     BOXES: gl.constexpr = xs[0].shape[0] // SLOTS
@@ -224,33 +235,29 @@ def load_keys(x, xs, full, empty, count, b, n0, h, D: gl.constexpr, PARTS: gl.co
     mbarrier.wait(empty.index(slot), ((count // SLOTS) & 1) ^ 1)
     mbarrier.expect(full.index(slot), BOXES * N * D * 2)
     for i in gl.static_range(BOXES):
-        load_parts(x, xs, slot * BOXES + i, full.index(slot), b, n0 + i * N, h, PARTS)
+        load_parts(x, xs, slot * BOXES + i, full.index(slot), b, n0 + i * N, h)
 
 
 @gluon.jit
 def producer(
     q, k, v, do, lse2, delta,
     buffers, loaded, queue,
-    counter, qfirst, qlast, stride_ib,
-    Tq, Tk, Hq, tiles, heads, l2_heads,
-    GROUP: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    counter, schedule,
+    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
 ):  # fmt: skip
     """Hand out tiles of keys, and load them and the queries of their walks."""
     qs, ks, vs, dos, lses, deltas = buffers
     q_full, do_full, k_full, k_empty, v_full, v_empty = loaded
-    Hkv = Hq // GROUP
+    Hq = schedule.Hq
     it = 0
     count = 0
     t = gl.program_id(0)
     if ORDERED:  # a program that does not run yet must own no tile: others would wait for it
         t = gl.atomic_add(counter, 1)
-    while t < tiles * heads:
+    while t < schedule.tiles * schedule.heads:
         push(queue, count, t)
-        b, hk, n0, down = key_tile(
-            t, tiles, qlast, stride_ib, Tk, Hkv, heads, l2_heads, BN, ORDERED
-        )
-        lo, n = query_tiles(qfirst + b * stride_ib, qlast + b * stride_ib, n0, Tk, BM, BN)
+        b, hk, n0, down, lo, n, _, _ = key_tile(t, schedule, GROUP, BM, BN, ORDERED)
         # the walk: q and do at each step, k and v behind the first
         for x in range(n * GROUP):
             h = hk * GROUP + x % GROUP
@@ -259,19 +266,19 @@ def producer(
             if it >= 2:
                 bar_sync(Q_DO_EMPTY + s, 288)
             mbarrier.expect(q_full.index(s), BM * D * 2 + BM * 4)
-            load_parts(q, qs, s, q_full.index(s), b, m0, h, PARTS)
+            load_parts(q, qs, s, q_full.index(s), b, m0, h)
             tma_load(lse2, [b * Hq + h, m0], q_full.index(s), lses.index(s))
             if x == 0:
-                load_keys(k, ks, k_full, k_empty, count, b, n0, hk, D, PARTS)
+                load_keys(k, ks, k_full, k_empty, count, b, n0, hk, D)
             mbarrier.expect(do_full.index(s), BM * D * 2 + BM * 4)
-            load_parts(do, dos, s, do_full.index(s), b, m0, h, PARTS)
+            load_parts(do, dos, s, do_full.index(s), b, m0, h)
             tma_load(delta, [b * Hq + h, m0], do_full.index(s), deltas.index(s))
             if x == 0:
-                load_keys(v, vs, v_full, v_empty, count, b, n0, hk, D, PARTS)
+                load_keys(v, vs, v_full, v_empty, count, b, n0, hk, D)
             it += 1
         if n == 0:  # consumers wait for k and v even of keys that nobody sees
-            load_keys(k, ks, k_full, k_empty, count, b, n0, hk, D, PARTS)
-            load_keys(v, vs, v_full, v_empty, count, b, n0, hk, D, PARTS)
+            load_keys(k, ks, k_full, k_empty, count, b, n0, hk, D)
+            load_keys(v, vs, v_full, v_empty, count, b, n0, hk, D)
         # the next tile: the first num_programs were handed out by program
         t = gl.atomic_add(counter, 1)
         if not ORDERED:

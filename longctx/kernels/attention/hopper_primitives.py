@@ -15,7 +15,12 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
@@ -195,24 +200,30 @@ def rounding_error(p16, plain, limit):
 
 
 @gluon.jit
-def load_parts(maps, buffers, at, full, b, row, head, PARTS: gl.constexpr):
+def part_buffers(
+    dtype: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr,
+    D0: gl.constexpr, shared: gl.constexpr, D1: gl.constexpr, shared1: gl.constexpr,
+):  # fmt: skip
+    """Return shared memory for SLOTS tiles of ROWS tokens, for each part of the channels."""
+    buffers = (gl.allocate_shared_memory(dtype, [SLOTS, ROWS, D0], shared),)
+    if D1 > 0:
+        buffers = (buffers[0], gl.allocate_shared_memory(dtype, [SLOTS, ROWS, D1], shared1))
+    return buffers
+
+
+@gluon.jit
+def load_parts(maps, buffers, at, full, b, row, head):
     """Load all parts of the channels of a tile of rows into place `at`, by one map for each."""
-    for i in gl.static_range(PARTS):
-        load_part(maps[i], buffers[i].index(at), full, b, row, head, i * buffers[0].shape[2])
+    N: gl.constexpr = buffers[0].shape[1]
+    for i in gl.static_range(len(buffers)):
+        part = buffers[i].index(at).reshape([1, N, 1, buffers[i].shape[2]])
+        tma_load(maps[i], [b, row, head, i * buffers[0].shape[2]], full, part)
 
 
 @gluon.jit
-def load_part(x, buffer, full, b, row, head, START: gl.constexpr):
-    """Load channels from START on."""
-    N: gl.constexpr = buffer.shape[0]
-    D: gl.constexpr = buffer.shape[1]
-    tma_load(x, [b, row, head, START], full, buffer.reshape([1, N, 1, D]))
-
-
-@gluon.jit
-def store_parts(maps, buffers, b, row, head, PARTS: gl.constexpr):
+def store_parts(maps, buffers, b, row, head):
     """Store all parts of the channels of a tile of rows."""
-    for i in gl.static_range(PARTS):
+    for i in gl.static_range(len(buffers)):
         store_part(maps[i], buffers[i], b, row, head, i * buffers[0].shape[1])
 
 
@@ -225,21 +236,15 @@ def store_part(x, buffer, b, row, head, START: gl.constexpr):
 
 
 @gluon.jit
-def at_index(buffers, i, PARTS: gl.constexpr):
+def at_index(buffers, i):
     """Place i of the buffers of all parts."""
-    result = (buffers[0].index(i),)
-    if PARTS == 2:
-        result = (result[0], buffers[1].index(i))
-    return result
+    return [x.index(i) for x in buffers]
 
 
 @gluon.jit
-def zero_parts(xs, PARTS: gl.constexpr):
+def zero_parts(xs):
     """Accumulators of 64 rows, one for each part of the channels of xs."""
-    result = (zero_product(xs[0].shape[2]),)
-    if PARTS == 2:
-        result = (result[0], zero_product(xs[1].shape[2]))
-    return result
+    return [zero_product(x.shape[2]) for x in xs]
 
 
 @gluon.jit
@@ -271,22 +276,29 @@ def operand_of(a, acc):
 
 
 @gluon.jit
-def start_scores(a, xs, stage, zeros, PARTS: gl.constexpr):
-    """Issue a·xᵀ, the sum of the products of all parts."""
-    s = warpgroup_mma(a[0], xs[0].index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if PARTS == 2:
-        s = warpgroup_mma(a[1], xs[1].index(stage).permute((1, 0)), s, is_async=True)
+def start_scores(a, xs, stage, s):
+    """Issue a·xᵀ, the sum of the products of all parts; s is zeros."""
+    for i in gl.static_range(len(a)):
+        x = xs[i].index(stage).permute((1, 0))
+        s = warpgroup_mma(a[i], x, s, use_acc=i > 0, is_async=True)
     return s
 
 
 @gluon.jit
-def start_sum(a, xs, stage, acc, PARTS: gl.constexpr):
+def start_sum(a, xs, stage, acc):
     """Issue acc += a·x, a product for each part."""
     started = (warpgroup_mma(a, xs[0].index(stage), acc[0], is_async=True),)
-    if PARTS == 2:
+    if len(acc) == 2:
         a_i = operand_of(a, acc[1])
         started = (started[0], warpgroup_mma(a_i, xs[1].index(stage), acc[1], is_async=True))
     return started
+
+
+@gluon.jit
+def finished(xs, OUTSTANDING: gl.constexpr):
+    """Return xs, running products and their operands, when at most OUTSTANDING later ones run."""
+    done = warpgroup_mma_wait(OUTSTANDING, deps=xs)
+    return (done,) if len(xs) == 1 else done
 
 
 @gluon.jit

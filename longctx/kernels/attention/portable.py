@@ -237,6 +237,7 @@ def forward_kernel(
     TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Compute out (B, Tq, Hq, D) contiguous and lse, for BM queries of one head."""
+    # the queries of this program, and the tiles of keys in their sight
     b, h, bh, m0, i, first_i, last_i, lo, full_lo, full_hi, masked = _own_queries(
         first, last, stride_ib, Tq, Hq, heads, l2_heads, BM, BN
     )
@@ -249,24 +250,17 @@ def forward_kernel(
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, PAD], tl.float32)
 
-    # steady state: tiles that need no mask
-    for t in tl.range(full_lo, full_hi, num_stages=STAGES):
-        m, l, acc = _forward_tile(
-            qi, m, l, acc,
-            k, k_row, k_col, v, v_row, v_col,
-            t * BN, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
-            D, PAD, BN, TMA, PRECISION, SOFTCAP, False,
-        )  # fmt: skip
-
-    # masked tiles
-    for t in tl.range(0, masked, num_stages=1):
-        n = masked_tile(t, lo, full_lo, full_hi) * BN
-        m, l, acc = _forward_tile(
-            qi, m, l, acc,
-            k, k_row, k_col, v, v_row, v_col,
-            n, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
-            D, PAD, BN, TMA, PRECISION, SOFTCAP, True,
-        )  # fmt: skip
+    # steady state: tiles that need no mask; then the few masked ones, without a pipeline
+    for MASKED in tl.static_range(2):
+        start, end = (0, masked) if MASKED else (full_lo, full_hi)
+        for t in tl.range(start, end, num_stages=1 if MASKED else STAGES):
+            n = masked_tile(t, lo, full_lo, full_hi) if MASKED else t
+            m, l, acc = _forward_tile(
+                qi, m, l, acc,
+                k, k_row, k_col, v, v_row, v_col,
+                n * BN, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
+                D, PAD, BN, TMA, PRECISION, SOFTCAP, MASKED,
+            )  # fmt: skip
 
     # epilogue: out and lse
     l = tl.where(l == 0.0, 1.0, l)
@@ -397,24 +391,17 @@ def dkv_kernel(
         # lse2 and delta have rows padded to a multiple of ROW
         row = (b * Hq + h).to(tl.int64) * tl.cdiv(Tq, ROW) * ROW
 
-        # steady state: tiles that need no mask
-        for t in tl.range(full_lo, full_hi, num_stages=STAGES):
-            dk, dv = _dkv_tile(
-                kj, vj, dk, dv,
-                qh, q_row, q_col, doh, do_row, do_col, lse2 + row, delta + row,
-                t * BM, Tq, stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2,
-                D, PAD, BM, DK, DV, TMA, PRECISION, SOFTCAP, False,
-            )  # fmt: skip
-
-        # masked tiles
-        for t in tl.range(0, masked, num_stages=1):
-            dk, dv = _dkv_tile(
-                kj, vj, dk, dv,
-                qh, q_row, q_col, doh, do_row, do_col, lse2 + row, delta + row,
-                masked_tile(t, lo, full_lo, full_hi) * BM,
-                Tq, stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2,
-                D, PAD, BM, DK, DV, TMA, PRECISION, SOFTCAP, True,
-            )  # fmt: skip
+        # steady state: tiles that need no mask; then the few masked ones, without a pipeline
+        for MASKED in tl.static_range(2):
+            start, end = (0, masked) if MASKED else (full_lo, full_hi)
+            for t in tl.range(start, end, num_stages=1 if MASKED else STAGES):
+                m = masked_tile(t, lo, full_lo, full_hi) if MASKED else t
+                dk, dv = _dkv_tile(
+                    kj, vj, dk, dv,
+                    qh, q_row, q_col, doh, do_row, do_col, lse2 + row, delta + row,
+                    m * BM, Tq, stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2,
+                    D, PAD, BM, DK, DV, TMA, PRECISION, SOFTCAP, MASKED,
+                )  # fmt: skip
 
     # epilogue
     offset = (b.to(tl.int64) * Tk * Hkv + hk) * D
@@ -465,6 +452,7 @@ def dq_kernel(
     TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Compute dq (B, Tq, Hq, D) contiguous, for BM queries of one head."""
+    # the queries of this program, and the tiles of keys in their sight
     b, h, bh, m0, i, first_i, last_i, lo, full_lo, full_hi, masked = _own_queries(
         first, last, stride_ib, Tq, Hq, heads, l2_heads, BM, BN
     )
@@ -481,24 +469,17 @@ def dq_kernel(
     delta_i = tl.load(delta + row + i)
     dq = tl.zeros([BM, PAD], tl.float32)
 
-    # steady state: tiles that need no mask
-    for t in tl.range(full_lo, full_hi, num_stages=STAGES):
-        dq = _dq_tile(
-            qi, do_i, dq, lse_i, delta_i,
-            k, k_row, k_col, v, v_row, v_col,
-            t * BN, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
-            D, PAD, BN, TMA, PRECISION, SOFTCAP, False,
-        )  # fmt: skip
-
-    # masked tiles
-    for t in tl.range(0, masked, num_stages=1):
-        dq = _dq_tile(
-            qi, do_i, dq, lse_i, delta_i,
-            k, k_row, k_col, v, v_row, v_col,
-            masked_tile(t, lo, full_lo, full_hi) * BN,
-            Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
-            D, PAD, BN, TMA, PRECISION, SOFTCAP, True,
-        )  # fmt: skip
+    # steady state: tiles that need no mask; then the few masked ones, without a pipeline
+    for MASKED in tl.static_range(2):
+        start, end = (0, masked) if MASKED else (full_lo, full_hi)
+        for t in tl.range(start, end, num_stages=1 if MASKED else STAGES):
+            n = masked_tile(t, lo, full_lo, full_hi) if MASKED else t
+            dq = _dq_tile(
+                qi, do_i, dq, lse_i, delta_i,
+                k, k_row, k_col, v, v_row, v_col,
+                n * BN, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
+                D, PAD, BN, TMA, PRECISION, SOFTCAP, MASKED,
+            )  # fmt: skip
     _store(dq_out + (b.to(tl.int64) * Tq * Hq + h) * D, dq * scale, m0, Tq, Hq * D, D, PAD, BM)
 
 
