@@ -10,11 +10,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from longctx.attention.description import AUTO, AttentionConfig
+from longctx.attention.description import AttentionConfig
 from longctx.config import presets
 from longctx.config.asked import divisions, with_vocabulary, workload_of
 from longctx.config.train_config import TrainConfig
-from longctx.parallel.devices import able_backends
 from longctx.parallel.launch import launched
 from longctx.runs import run_folder
 from longctx.spec.step import Division, Workload
@@ -28,8 +27,6 @@ def step_of(
     tokenizer of so many `tokens`.
     """
     config, model, device = choice.config, choice.model, choice.device
-    is_open = config.attention.backend == AUTO
-    able = able_backends(config, model, device) if is_open or device == "cuda" else []
     step = with_vocabulary(workload_of(config, device, choice.seq_len, model), tokens)
     possible = divisions(config, model)
     if config.resume:
@@ -38,7 +35,7 @@ def step_of(
         step,
         machines=launched(config).nodes,
         divisions=tuple(possible),
-        backends=tuple(AttentionConfig(**presets.read("attention", name)) for name in able),
+        backends=tuple(AttentionConfig(**presets.read("attention", name)) for name in choice.able),
         merges=config.batch_size is None and config.accumulate is None,
         is_longest=config.seq_len == "max",
     )

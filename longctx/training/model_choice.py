@@ -12,7 +12,7 @@ from longctx.config.train_config import TrainConfig
 from longctx.data.sources.registry import pinned
 from longctx.model import packed
 from longctx.model.context_extension import extended
-from longctx.parallel.devices import check_attention
+from longctx.parallel.devices import able_backends, check_attention
 from longctx.spec.step import precision_of
 from longctx.training.pretrained import Choice, model_of
 
@@ -49,11 +49,13 @@ def choose_model(request: Request[TrainConfig], device: str) -> Choice:
     choice.model.prove(device, precision, choice.seq_len, packing)
     config.check_model(choice.model)
     # Before a tokenizer is trained for 16 s
-    if config.attention.backend != AUTO:
+    is_open = config.attention.backend == AUTO
+    if not is_open:
         check_attention(config, choice.model, device)
+    able = able_backends(config, choice.model, device) if is_open or device == "cuda" else []
     if config.lora.base is not None:
         packed.bitsandbytes()
-    choice = replace(choice, config=config)
+    choice = replace(choice, config=config, able=able)
     if choice.weights is None or config.seq_len == "max":
         return choice
     model, rope = extended(choice.model, config.rope, choice.seq_len)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,6 +42,7 @@ class Choice:
     source: str = ""  # such as "tiny (model=auto)" or "weights of FOLDER"
     weights: Path | None = None  # the folder of trained weights, with settings for exports
     rope: str = ""  # how their positions are stretched to seq_len
+    able: Sequence[str] = ()  # backends that can compute it, if there is a choice
 
     @property
     def seq_len(self) -> int:

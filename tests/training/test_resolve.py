@@ -16,6 +16,7 @@ from longctx import cli, planner
 from longctx.cli import parse
 from longctx.config.asked import divisions, workload_of
 from longctx.config.train_config import TrainConfig
+from longctx.parallel.devices import able_backends
 from longctx.planner import fitting
 from longctx.planner.peak_memory import predict
 from longctx.planner.plans import check_fits
@@ -43,7 +44,8 @@ def planned(
     """Return the step that is planned on a machine, with a tokenizer of so many tokens."""
     say = [].append if lines is None else lines.append
     device = "cpu" if machine.gpu is None else "cuda"
-    choice = Choice(config, device, config.model, config.data)
+    able = able_backends(config, config.model, device)
+    choice = Choice(config, device, config.model, config.data, able=able)
     step = step_of(choice, tokens, (), say)
     find_longest = partial(longest_of, config, machine, say)
     return planner.plan(step, machine, say, find_longest).step

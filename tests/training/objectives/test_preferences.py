@@ -124,7 +124,7 @@ def test_the_longest_length_holds_long_answers(tmp_path, start, monkeypatch):
     row = {"prompt": "a", "chosen": "b " * 5000, "rejected": "c " * 5000}
     (tmp_path / "long.jsonl").write_text(json.dumps(row))
     monkeypatch.setattr("longctx.training.dry_run.longest_of", lambda *_: 65536)
-    monkeypatch.setattr("longctx.training.asked_step.able_backends", lambda *_: ["naive"])
+    monkeypatch.setattr("longctx.training.model_choice.able_backends", lambda *_: ["naive"])
     keys = {"objective": "orpo", "data__path": tmp_path / "long.jsonl", "data__val_fraction": 0}
     keys |= {"attention": "naive", "device": "cuda", "kernel__lock": "off", "seq_len": "max"}
     run = resolve.resolve(cli.compose("train", start(**keys)), H200, print)
