@@ -46,7 +46,7 @@ def training_run(
         config = cli.with_model(cli.compose("train", overrides), gpu=device == "cuda").config
         work = without_data(config, device)
         if work.memory.policy != "auto":
-            work = fitting.with_policy(work, work.memory.policy)
+            work = replace(work, memory=work.memory.filled(work.memory.policy))
         return scheduled(config, work)
     run = training_run([*overrides, "model=tiny"], device)
     with tempfile.TemporaryDirectory() as folder:

@@ -38,7 +38,7 @@ def tile_size(tokens: int, limit: int) -> int:
 class MemoryConfig(Group):
     """Activations saved for backward, and their place; null: the value that the policy sets.
 
-    policy: set by memory=NAME; auto: the first of fast, balanced, long that fits
+    policy: set by memory=NAME; auto: the fastest that fits of all values of the keys left null
     recompute: computed again in backward: none | mlp | block (with flash: all but attention)
     keep_every: with recompute=block: save the input of every n-th block only
     mlp_tile: with recompute: tokens per tile of projections and MLP; 0: no tiles
@@ -60,23 +60,23 @@ class MemoryConfig(Group):
     def problems(self) -> Iterator[str]:
         """Yield a message if no policy allows the other keys."""
         if not self.policies():
-            yield self._contradiction("fast" if self.policy == "auto" else self.policy)
+            yield self.contradiction("fast" if self.policy == "auto" else self.policy)
 
     def __str__(self) -> str:
-        """Return the policy, and the given values that differ from it, for a run's first lines."""
+        """Return the policy and the given values that differ from it, as words after memory=."""
         usual = {"policy": self.policy} | POLICIES.get(self.policy, {})
         given = {name: value for name, value in vars(self).items() if value is not None}
-        changed = [f"{name}={given[name]}" for name in given if given[name] != usual.get(name)]
-        return ", ".join([self.policy, *changed])
+        changed = [f"memory.{name}={x}" for name, x in given.items() if x != usual.get(name)]
+        return " ".join([self.policy, *changed])
 
     def policies(self) -> list[str]:
         """Return the possible policies, the fastest first: its own, or for auto all that allow
         the other keys.
         """
         names = list(POLICIES) if self.policy == "auto" else [self.policy]
-        return [name for name in names if not self._contradiction(name)]
+        return [name for name in names if not self.contradiction(name)]
 
-    def _contradiction(self, policy: str) -> str:
+    def contradiction(self, policy: str) -> str:
         """Return which keys contradict each other under `policy`; empty if none do."""
         filled = self.filled(policy)
         needs = {"keep_every": ["block"], "offload": ["block"], "mlp_tile": ["mlp", "block"]}

@@ -104,10 +104,8 @@ def attention_backward(block: BlockSpec, p: Pass) -> int:
         needed += e * (q + 2 * kv) * p.tokens
         # With one tile the norm, and q and k before rotation too
         needed += e * (C + q + kv) * p.tokens if p.tile == p.tokens else 0
-    elif (
-        block.attention.model.sinks and not p.backend.fuses_sinks
-    ):  # the gradient of the output before they scale it
-        needed += e * q * p.tokens
+    elif block.attention.model.sinks and not p.backend.fuses_sinks:
+        needed += e * q * p.tokens  # the gradient of the output before they scale it
     return needed
 
 

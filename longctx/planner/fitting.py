@@ -8,47 +8,61 @@ do not fit, are clearly slower, or need host memory.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from math import lcm
+from itertools import product
+from math import inf, lcm
+from typing import Any
 
 from longctx.attention.description import AttentionConfig, capturable_backends
-from longctx.config.layout_config import POLICIES
+from longctx.config.layout_config import MemoryConfig
 from longctx.planner import step_time
 from longctx.planner.peak_memory import Memory, predict
-from longctx.spec.hardware import COPY_SHARE, Chip
+from longctx.spec.hardware import COPY_SHARE, CPU, Chip
 from longctx.spec.step import LONGEST_ROW, Workload
 
 HOST_LEFT = 12 * 2**30  # bytes of host memory left to the process, its libraries and the data
 LEFT_FREE = 0.05  # of the GPU, if no dry run checks a decision
 SURE = 0.95  # a speed of less than this share of another is slower
 CLEARLY_FASTER = 1.1  # times another backend's speed, to be told at the start
+# Values that memory=auto tries with each policy for keys left null, the plain ones first.
+# Finer shares on the host add up to 4% of length, and double the second that a search takes.
+SEARCHED: dict[str, tuple[Any, ...]] = {
+    "optimizer_state": ("fp32", "host"),
+    "keep_every": (1, 2, 4, 8),
+    "offload": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
+    "mlp_tile": (0, 32768, 8192),
+}
 
 
-def with_policy(workload: Workload, policy: str) -> Workload:
-    """Return `workload` with memory=`policy`; given keys stay, ValueError if they contradict it."""
-    chosen = replace(workload, memory=workload.memory.filled(policy))
-    chosen.memory.validate()
-    return chosen
-
-
-def policies(workload: Workload) -> list[Workload]:
-    """Return `workload` with each policy that memory= and optimizer= allow, the fastest first."""
-    each = [with_policy(workload, name) for name in workload.memory.policies()]
-    states = workload.optimizer.traits.states
-    return [chosen for chosen in each if chosen.memory.optimizer_state in states]
+def ways(workload: Workload) -> list[list[Workload]]:
+    """Return `workload` with each choice that memory= and optimizer= leave open, plain ones first.
+    Steps of one list differ in tiles alone, and are predicted to take the same time.
+    """
+    memory, states = workload.memory, workload.optimizer.traits.states
+    each = list[list[Workload]]()
+    # A policy by name has its own values in place of nulls
+    is_open = {name: memory.policy == "auto" and getattr(memory, name) is None for name in SEARCHED}
+    options = [x if is_open[name] else (getattr(memory, name),) for name, x in SEARCHED.items()]
+    for policy, *timed in product(memory.policies(), *options[:-1]):
+        keys = (dict(zip(SEARCHED, (*timed, tile), strict=True)) for tile in options[-1])
+        way = [replace(memory, **chosen).filled(policy) for chosen in keys]
+        way = [x for x in way if x.optimizer_state in states and not x.contradiction(policy)]
+        each += [[replace(workload, memory=chosen) for chosen in way]] if way else []
+    return each
 
 
 def fits(workload: Workload, gpu: float, host: float) -> bool:
     """Return True if `workload`, its policy decided, fits so many bytes of GPU and host memory."""
-    memory = predict(workload)
+    memory = predict(workload, gpu)
     host_bytes = on_host(workload, memory)
     return memory.peak <= gpu and (not host_bytes or host_bytes <= host - HOST_LEFT)
 
 
 def on_host(workload: Workload, memory: Memory | None = None) -> float:
     """Return the bytes of host memory that all processes of one machine take together."""
-    return workload.devices_per_machine * sum((memory or predict(workload)).host.values())
+    return workload.devices_per_machine * sum((memory or predict(workload, 0)).host.values())
 
 
 def copy_on_host(workload: Workload, host: float) -> float:
@@ -66,23 +80,33 @@ def room(chip: Chip) -> float:
     return (1 - LEFT_FREE) * chip.usable
 
 
-def first_that_fits(workload: Workload, gpu: float, host: float) -> Workload | None:
-    """Return `workload` with its fastest policy within so many bytes of GPU and host memory."""
-    return next((chosen for chosen in policies(workload) if fits(chosen, gpu, host)), None)
+def first_that_fits(
+    workload: Workload, gpu: float, host: float, chip: Chip = CPU
+) -> Workload | None:
+    """Return `workload` within so many bytes of GPU and host memory, as fast as it goes on `chip`;
+    of an unknown one as plain as it goes.
+    """
+    best, speed = None, -1.0
+    for way in ways(workload):
+        new = tokens_per_second(way[0], chip)
+        if new > speed and (possible := [step for step in way if fits(step, gpu, host)]):
+            best, speed = possible[0], new
+    return best
 
 
 def decide(workload: Workload, chip: Chip, host: float, merge: bool = False) -> Workload:
-    """Return `workload` with memory=auto decided: the fastest policy that fits, else the smallest.
+    """Return `workload` with memory=auto decided: the fastest way that fits, else the smallest.
 
     With `merge`, a step first gets as few micro-batches as fit with the fastest policy, since a GPU
     waits for the host between small kernels.
     """
-    for larger in merged(workload) if merge else []:
-        fastest = policies(larger)[0]
-        if fits(fastest, room(chip), host):
-            return fastest
-    return first_that_fits(workload, room(chip), host) or min(
-        policies(workload), key=lambda chosen: predict(chosen).peak
+    for larger in merged(workload) if merge else [workload]:
+        plainest = ways(larger)[0][0]  # nothing is faster
+        if fits(plainest, room(chip), host):
+            return plainest
+    return first_that_fits(workload, room(chip), host, chip) or min(
+        (way[-1] for way in ways(workload)),
+        key=lambda chosen: (not fits(chosen, inf, host), predict(chosen).peak),
     )
 
 
@@ -102,23 +126,23 @@ def longest(
     host: float,
     multiple: int = 128,
     limit: int = LONGEST_ROW,
+    chip: Chip = CPU,
 ) -> Workload | None:
     """Return the step of the longest sequences that fit in one of `candidates`, functions from a
-    length to the step, or None, with the fastest policy. Devices of a sequence hold equal parts.
+    length to the step, or None, as fast as it goes on `chip`; its devices share it evenly.
     """
     best: Workload | None = None
     for at in reversed(candidates):  # the longest come last
         unit = lcm(multiple, at(multiple).context)
-        low, high = 0 if best is None else best.seq_len // unit, limit // unit
-        # Most candidates are no longer: one unit more is tried first
-        if low == high or first_that_fits(at((low + 1) * unit), gpu, host) is None:
-            continue
-        while low < high:
-            middle = (low + high + 1) // 2
-            does_fit = first_that_fits(at(middle * unit), gpu, host) is not None
-            low, high = (middle, high) if does_fit else (low, middle - 1)
-        best = first_that_fits(at(low * unit), gpu, host)
-    return best
+        for *_, way in reversed(ways(at(multiple))):
+            lengths = range(unit, limit + 1, unit)[best.seq_len // unit if best else 0 :]
+            # Most ways are no longer: the first length is tried before those in the middle
+            if lengths and fits(replace(at(lengths[0]), memory=way.memory), gpu, host):
+                n = bisect_left(
+                    lengths, 1, key=lambda n: not fits(replace(at(n), memory=way.memory), gpu, host)
+                )
+                best = at(lengths[n - 1])
+    return best and first_that_fits(best, gpu, host, chip)
 
 
 def one_row(workload: Workload) -> Callable[[int], Workload]:
@@ -145,21 +169,18 @@ def smallest_change(workload: Workload, gpu: float, host: float) -> str:
         smaller = replace(workload, batch_size=size, accumulate=sequences // size)
         if fits(smaller, gpu, host):
             return f"batch_size={size} accumulate={smaller.accumulate}, the same step in pieces"
-    # a policy that takes less, if the optimizer can keep its state so
-    any_policy = replace(workload, memory=type(workload.memory)("auto"))
-    faster = list(POLICIES)[: list(POLICIES).index(workload.memory.policy) + 1]
-    for other in policies(any_policy):
-        if other.memory.policy not in faster and fits(other, gpu, host):
-            return f"memory={other.memory.policy}"
-    # shorter sequences with any policy
-    shorter = longest([one_row(any_policy)], gpu, host, limit=workload.seq_len)
+    # settings that take less, if the optimizer can keep its state so
+    any_memory = replace(workload, memory=MemoryConfig())
+    if other := first_that_fits(any_memory, gpu, host):
+        return f"memory={other.memory}"
+    # shorter sequences in any way
+    shorter = longest([one_row(any_memory)], gpu, host, limit=workload.seq_len)
     if shorter is None:
         if sizes:
             return f"batch_size={sizes[0]} accumulate={sequences // sizes[0]}"
         return "a smaller model="
-    is_other = shorter.memory.policy != workload.memory.policy
-    policy = f" memory={shorter.memory.policy}" if is_other else ""
-    return f"seq_len={shorter.seq_len} batch_size=1{policy}, the longest that fits"
+    settings = f" memory={shorter.memory}" if shorter.memory != workload.memory else ""
+    return f"seq_len={shorter.seq_len} batch_size=1{settings}, the longest that fits"
 
 
 def faster_backend(workload: Workload, backends: Iterable[str], chip: Chip) -> str:

@@ -44,14 +44,17 @@ def run(
     request = next(iter(requests.values()))
     chip.check(request.precision)
     merge = request.batch_size is None and request.accumulate is None
-    steps, chosen = [], dict[str, Workload]()
-    # Each backend in the layout that a run would take, with every policy
+    asked_for, chosen = list[Workload](), dict[str, Workload]()
+    # Each backend in the layout of a run, with every policy and the settings found by auto
     for backend, of_backend in requests.items():
         layouts = each_layout(of_backend, per_machine, measured)
         chosen[backend], _ = fitting.choose_layout(layouts, chip, host, merge)
         name = fitting.name_of(chosen[backend])
         in_layout = next(step for step in layouts if fitting.name_of(step) == name)
-        steps += [fitting.decide(x, chip, host, merge) for x in fitting.policies(in_layout)]
+        names = dict.fromkeys([*in_layout.memory.policies(), in_layout.memory.policy])
+        named = [replace(in_layout, memory=replace(in_layout.memory, policy=x)) for x in names]
+        asked_for += filter(fitting.ways, named)  # an optimizer may lack a policy's state
+    steps = [fitting.decide(step, chip, host, merge) for step in asked_for]
     first = steps[0]
     # The answer comes first: many read no further
     fastest, reason = fitting.fastest_backend(first, list(requests), chip)
@@ -74,7 +77,7 @@ def run(
     # A policy that fits no length says none
     columns = ("backend", "memory", *shared, "tokens", "sequences", *SIZES[:2], *SPEED)
     rows = []
-    for step in steps:
+    for step in asked_for:
         longest = longest_step([step], chip, host)
         row = {"backend": step.attention.backend, "memory": step.memory.policy, "tokens": "none"}
         rows.append(row if longest is None else figures(longest, chip, host))
@@ -85,7 +88,7 @@ def answer(step: Workload, chip: Chip, host: float, steps: int, price: float | N
     """Return a line that says if `step` fits, and one with the time of so many `steps`."""
     memory, time = predict(step).peak / GIB, step_time.seconds(step, chip)
     layout = [fitting.name_of(step)] if step.devices > 1 else []
-    parts = [step.attention.backend, *layout, step.memory.policy]
+    parts = [step.attention.backend, *layout, str(step.memory)]
     size = f"{memory:,.1f} GiB" + " a GPU" * (step.devices > 1)
     if not fitting.fits(step, fitting.room(chip), host):
         remedy = fitting.smallest_change(step, fitting.room(chip), host)
@@ -103,7 +106,8 @@ def longest_step(steps: Sequence[Workload], chip: Chip, host: float) -> Workload
     """Return the step of the longest sequence that fits in one of the layouts of `steps`, with a
     part of the GPU's memory left free, since no dry run confirms it.
     """
-    return fitting.longest([fitting.one_row(step) for step in steps], fitting.room(chip), host)
+    candidates = [fitting.one_row(step) for step in steps]
+    return fitting.longest(candidates, fitting.room(chip), host, chip=chip)
 
 
 def each_layout(
@@ -123,16 +127,15 @@ def print_layouts(
     """Print memory and speed of each layout of `request`, and a run's choice."""
     merge = request.batch_size is None and request.accumulate is None
     steps = each_layout(request, per_machine, measured)
-    rows = [
-        figures(fitting.decide(step, chip, host, merge), chip, host)
-        | {"longest": getattr(longest_step([step], chip, host), "seq_len", "none")}
-        for step in steps
-    ]
+    longest = (getattr(longest_step([step], chip, host), "seq_len", "none") for step in steps)
+    decided = [fitting.decide(step, chip, host, merge) for step in steps]
+    short = [figures(step, chip, host) | {"memory": step.memory.policy} for step in decided]
+    rows = [row | {"longest": tokens} for row, tokens in zip(short, longest, strict=True)]
     backend = request.attention.backend
     columns = ("strategy", "context", "method", "memory", "GiB", "fits", *SPEED[:2], "longest")
     title = f"Layouts on {request.devices:,} GPUs, attention={backend}, with the longest sequences"
     grid(title, columns, rows)
-    chosen, reason = fitting.choose_layout(steps, chip, host, merge)
+    chosen, reason = fitting.choose_layout(decided, chip, host)
     print(f"strategy=auto context=auto: {fitting.name_of(chosen)} ({reason})\n")
 
 
@@ -147,7 +150,7 @@ def figures(step: Workload, chip: Chip, host: float) -> dict[str, Any]:
     formats = (",.2f", ",.0f", ".1%")
     return {
         "backend": step.attention.backend,
-        "memory": step.memory.policy,
+        "memory": str(step.memory),
         "layout": fitting.name_of(step),
         "strategy": "" if step.strategy == "none" else step.strategy,
         "context": step.context,

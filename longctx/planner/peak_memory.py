@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 from longctx.attention.description import Description
@@ -23,13 +24,8 @@ from longctx.spec.parts import FP32, BlockSpec, Pass
 from longctx.spec.step import SLICE, STACK, MeasuredLayer, Workload
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
-KEPT, ATTENTION, MLP, LOSS, BATCH = (
-    "saved activations",
-    "attention workspace",
-    "MLP workspace",
-    "loss",
-    "batch",
-)
+KEPT, ATTENTION, MLP = "saved activations", "attention workspace", "MLP workspace"
+LOSS, BATCH = "loss", "batch"
 TERMS = (PARAMETERS, GRADIENTS, OPTIMIZER, KEPT, ATTENTION, MLP, LOSS, BATCH)
 Terms = dict[str, float]
 # Its workspaces on Hopper, of forward's thread and of backward's, allocated through torch
@@ -58,12 +54,17 @@ class Memory:
         return max(self.gpu, key=lambda term: self.gpu[term])
 
 
-def predict(workload: Workload) -> Memory:
-    """Return the peak memory of a step on one device; ValueError if memory=auto is undecided."""
-    step = _Step(workload)
-    moment, gpu = max(step.moments(), key=lambda moment: sum(moment[1].values()))
-    terms = {term: gpu.get(term, 0.0) for term in TERMS}
-    return Memory(moment, terms, step.host(), step.saved())
+def predict(workload: Workload, enough: float = inf) -> Memory:
+    """Return the peak memory of a step on one device, or the first moment that takes more than
+    `enough` bytes; ValueError if memory=auto is undecided.
+    """
+    step, peak = _Step(workload), -1.0
+    for name, terms in step.moments():
+        if (size := sum(terms.values())) > peak:
+            peak, moment, gpu = size, name, terms
+        if peak > enough:
+            break
+    return Memory(moment, {term: gpu.get(term, 0.0) for term in TERMS}, step.host(), step.saved())
 
 
 class _Costs(NamedTuple):
@@ -79,8 +80,9 @@ class _Step:
     """The inventory of one training step."""
 
     def __init__(self, workload: Workload) -> None:
-        workload = replace(workload, memory=workload.memory.filled(workload.memory.policy))
-        self.workload, self.model, self.memory = workload, workload.model, workload.memory
+        self.memory = workload.memory.filled(workload.memory.policy)
+        workload = replace(workload, memory=self.memory)
+        self.workload, self.model, self.captured = workload, workload.model, workload.captured
         self.blocks = workload.blocks
         self.measured = workload.measured.get(self.memory.recompute or "none")
         self.weights_by_block = [block.weights for block in self.measured or self.blocks]
@@ -195,14 +197,13 @@ class _Step:
 
     def moments(self) -> Iterator[tuple[str, Terms]]:
         """Yield every moment that can be the peak, with its bytes by term."""
-        passes = list(self.of_passes())
-        yield from passes
+        yield from self.of_passes()
         resting = self.always()
         gradients = {GRADIENTS: FP32 * self.trained / self.slices}
-        if self.workload.captured:
+        if self.captured:
             # The graphs' memory pool, gradients among it, stays as large as the passes need: what
             # is no graph of theirs comes on top.
-            resting = max((terms for _, terms in passes), key=lambda terms: sum(terms.values()))
+            resting = max(self.of_passes(), key=lambda moment: sum(moment[1].values()))[1]
             gradients = {}
         workspace = {OPTIMIZER: update_workspace(self.workload)}
         yield "optimizer", _sum(resting, gradients, workspace)
@@ -218,7 +219,7 @@ class _Step:
         """Return parameters, optimizer state, and the tensors that all layers read."""
         row_tokens = self.B * self.T  # every device of a row has all of it
         # Tokens, targets, doc_ids, int64; CUDA graphs read those of a micro-batch from one place.
-        batch = 24 * row_tokens * (self.workload.accumulate + self.workload.captured)
+        batch = 24 * row_tokens * (self.workload.accumulate + self.captured)
         mask = (16 + 8) * row_tokens  # first, last of queries and of keys; positions
         # cos and sin of each pair, and the factor of queries
         rope = FP32 * self.N * sum(x.size + bool(x.growth) for x in self.model.ropes())
@@ -241,7 +242,7 @@ class _Step:
     def gathered(self) -> float:
         """Return the bytes that fsdp gathers.
 
-        Embedding and lm_head, two blocks, and the gradient of a block in fp32 while ranks sum it.
+        Embedding and lm_head, some blocks, and the gradient of a block in fp32 while ranks sum it.
         """
         if not self.sharded:
             return 0.0
@@ -254,7 +255,8 @@ class _Step:
             for block in self.blocks
         )
         gathered = self.e * block if self.measured else gathered
-        return float(self.e * outside + 2 * gathered + added)
+        together = max(2, self.memory.keep_every or 1)  # an input is made of the last one saved
+        return float(self.e * outside + together * gathered + added)
 
     def exchange_of(self, window: int | None) -> float:
         """Return the bytes that attention's backward sends and receives at one time between the

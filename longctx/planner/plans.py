@@ -6,7 +6,7 @@ A plan has none of these open, and says what was predicted of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -23,8 +23,7 @@ from longctx.spec.step import Division, Workload
 # took 6.1 GiB of 8.4 predicted.
 CLEARLY = {"cuda": 1.3, "cpu": 2.0}
 Say = Callable[[str], None]
-# A candidate gives the step for a length. Returns the tokens of the longest sequence that fits.
-FindLongest = Callable[[Sequence[Callable[[int], Workload]]], int]
+FindLongest = Callable[..., Workload]  # of candidates: each gives the step for a length
 
 
 @dataclass(frozen=True)
@@ -64,25 +63,21 @@ def plan(
     if not step.trains:
         return Plan(replace(step, backends=()), predict(step), None)
     candidates = [partial(step.divided, division) for division in able_divisions(step)]
-    seq_len = step.seq_len
     if step.is_longest:
         assert find_longest is not None
-        seq_len = find_longest(candidates)
-    steps = [candidate(seq_len) for candidate in candidates]
-    chosen, reason = steps[0], "nothing is predicted on a CPU"
-    if chip is not None and (step.merges or len(steps) > 1 or step.memory.policy == "auto"):
-        chosen, reason = fitting.choose_layout(steps, chip, host, step.merges)
-    elif chip is not None:
-        chosen = fitting.with_policy(chosen, step.memory.policy)
-    # The longest has been tried
-    if not step.is_longest:
+        chosen, reason = find_longest(candidates), "the longest sequences"
+    else:
+        steps = [candidate(step.seq_len) for candidate in candidates]
+        chosen, reason = steps[0], "nothing is predicted on a CPU"
+        if chip is not None:
+            chosen, reason = fitting.choose_layout(steps, chip, host, step.merges)
         check_fits(chosen, machine)
     chosen.check_graphs()
     if chip is not None:
         names = [backend.backend for backend in step.backends]
         if line := fitting.faster_backend(chosen, names, chip):
             say(line)
-    note = f"{fitting.name_of(chosen)} (auto: {reason})" if len(steps) > 1 else ""
+    note = f"{fitting.name_of(chosen)} (auto: {reason})" if len(candidates) > 1 else ""
     time = None if chip is None else step_time.seconds(chosen, chip)
     return Plan(replace(chosen, backends=()), predict(chosen), time, note)
 
@@ -114,9 +109,7 @@ def able_divisions(step: Workload) -> list[Division]:
 
 def limits(workload: Workload, machine: Machine) -> Limits:
     """Return the memory of `machine` for each process of `workload`."""
-    if workload.device == "cuda":
-        assert machine.gpu is not None
-        gpu = machine.gpu
+    if (gpu := machine.gpu) and workload.device == "cuda":
         return Limits("GPU memory", gpu.memory, fitting.room(gpu), machine.host_memory)
     # Each process has its own tensors, the host's share among them; within_memory leaves a tenth
     total = machine.host_memory / workload.devices_per_machine
@@ -125,10 +118,10 @@ def limits(workload: Workload, machine: Machine) -> Limits:
 
 def check_fits(step: Workload, machine: Machine) -> None:
     """Raise ValueError, with a step that fits, if `step` is predicted to take clearly more memory
-    than `machine` has, by every policy that memory= leaves open. A prediction may be wrong.
+    than `machine` has, with all settings left open by memory=. A prediction may be wrong.
     """
     there, clearly = limits(step, machine), CLEARLY[step.device]
-    possible = fitting.policies(step)
+    possible = [way[-1] for way in fitting.ways(step)]
     host_limit = clearly * there.host + fitting.HOST_LEFT
     if any(fitting.fits(policy, clearly * there.total, host_limit) for policy in possible):
         return
@@ -143,7 +136,7 @@ def check_fits(step: Workload, machine: Machine) -> None:
     advice = fitting.smallest_change(smallest, there.usable, there.host)
     raise ValueError(
         f"seq_len={smallest.seq_len} batch_size={smallest.batch_size} "
-        f"memory={smallest.memory.policy}: a step is predicted to take {text}, and there are "
+        f"memory={smallest.memory}: a step is predicted to take {text}, and there are "
         f"{total / GIB:,.1f}; try {advice}"
     )
 
@@ -161,6 +154,6 @@ def explain(step: Workload, steps_done: int, machine: Machine, used: float | Non
     return (
         f"out of {there.name} in step {steps_done + 1} ({of}{there.total / GIB:.1f} GiB; "
         f"{predicted.peak / GIB:.1f} predicted) at seq_len={step.seq_len}, "
-        f"batch_size={step.batch_size}, memory={step.memory.policy}: "
+        f"batch_size={step.batch_size}, memory={step.memory}: "
         f"{predicted.largest} take {largest:.1f} GiB of it; try {advice}"
     )

@@ -72,7 +72,8 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     after = sum(block.multiplied for block in blocks) / L - before
     inner = sum(block.mlp.moved for block in blocks) / L
     again: float = {"none": 0, "mlp": after, "block": before + after}[memory.recompute or "none"]
-    again += after * (1 - 1 / (memory.keep_every or 1)) if memory.recompute == "block" else 0
+    # The n-th block after a saved input computes those of n blocks again
+    again += after * ((memory.keep_every or 1) - 1) / 2 if memory.recompute == "block" else 0
     rate = PRODUCTS * C / (C + SMALL) * peak
     added = workload.added
     each = 4 if added else 6  # frozen weights have no gradient
@@ -97,9 +98,9 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
         "norm, rope and copies": moved / (STREAM * chip.bandwidth),
     }
     # copies to the host and back, beyond the computation that hides them
-    away = predict(workload).host.get(KEPT, 0.0)
+    away = predict(workload, 0).host[KEPT] if memory.offload else 0.0
     compute = sum(per_micro.values())
-    per_micro["waiting for the host"] = max(0.0, 2 * away / LINK - 0.8 * compute)
+    per_micro["waiting for the host"] = max(0.0, 2 * away / min(LINK, chip.link) - 0.8 * compute)
     parts = {name: workload.accumulate * time for name, time in per_micro.items()}
     parts[OPTIMIZER] = update_seconds(workload, chip)
     if workload.devices > 1:
@@ -124,7 +125,7 @@ def update_seconds(workload: Workload, chip: Chip) -> float:
     moved += 36 * matrices if workload.optimizer.traits.orthogonalizes else 0
     moving = moved / workload.slices / (STREAM * chip.bandwidth)
     if on_host:
-        moving = 2 * on_host / workload.slices / LINK
+        moving = 2 * on_host / workload.slices / min(LINK, chip.link)
     products = update_products(workload)
     return moving + sum(flops / (PRODUCTS * m / (m + SMALL) * chip.flops) for m, flops in products)
 

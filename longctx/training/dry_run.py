@@ -219,17 +219,26 @@ def longest_of(
     machine: Machine,
     say: Callable[[str], None],
     candidates: Sequence[Callable[[int], Workload]],
-) -> int:
-    """Return the tokens of the longest sequences that fit in a division; ValueError if none fit.
-
-    candidates: for each division, tokens per sequence → its step.
+) -> Workload:
+    """Return the step of the longest sequences that fit in one of `candidates`, functions from
+    tokens per sequence to the step of a division; ValueError if none fit.
     """
     gpu, host_memory = machine.gpu, machine.host_memory
     assert gpu is not None
     steps = [at(DOCUMENT) for at in candidates]
     # One GPU cannot show a step whose sequences or weights are shared
     if any(step.devices > 1 and (step.context > 1 or step.slices > 1) for step in steps):
-        return longest_predicted(candidates, gpu, host_memory, say)
+        step = fitting.longest(candidates, fitting.room(gpu), host_memory, MULTIPLE, chip=gpu)
+        if step is None:
+            raise ValueError(
+                f"seq_len=max: no length is predicted to fit {gpu.memory / GIB:.1f} GiB; use a "
+                "smaller model=, more devices=, or give a length"
+            )
+        say(
+            f"seq_len=max: {step.seq_len:,} tokens on {step.devices} GPUs, predicted to fit "
+            f"with {fitting.LEFT_FREE:.0%} left free, not tried"
+        )
+        return step
 
     def probe(workload: Workload) -> DryRun:
         run = scheduled(replace(config, attention=workload.attention), workload)
@@ -246,21 +255,20 @@ def longest_probed(
     gpu: Chip,
     host_memory: float,
     say: Callable[[str], None],
-) -> int:
-    """Return the most tokens per sequence for which `probe` of the step at(tokens) fits; ValueError
-    if none does.
+) -> Workload:
+    """Return the step at(tokens) with the most tokens per sequence for which `probe` of it fits;
+    ValueError if none does.
 
     Each probe tries the limit that the planner predicts, corrected by the memory of the last one.
     """
     # NCCL's buffers are outside of torch's allocator
-    nccl = GIB if at(MULTIPLE).devices > 1 else 0
-    room = gpu.usable - nccl
-    longest = 0  # tokens per sequence that a probe confirmed
+    room = gpu.usable - (GIB if at(MULTIPLE).devices > 1 else 0)
+    longest: Workload | None = None  # that a probe confirmed
     tried: list[int] = []
     scale = 1.0  # of measured to predicted memory
     while len(tried) < PROBES:
-        workload = fitting.longest([at], room / scale, host_memory, MULTIPLE)
-        if workload is None or longest >= CLOSE * workload.seq_len:
+        workload = fitting.longest([at], room / scale, host_memory, MULTIPLE, chip=gpu)
+        if workload is None or (longest and longest.seq_len >= CLOSE * workload.seq_len):
             break
         tried.append(workload.seq_len)
         # A child process: running out of memory there harms nobody
@@ -270,45 +278,24 @@ def longest_probed(
                 f"seq_len=max: the probe of {workload.seq_len:,} tokens failed: {measured.failed}"
             )
         fit = measured.failed is None
-        longest = max(longest, workload.seq_len if fit else 0)
+        if fit and (longest is None or longest.seq_len < workload.seq_len):
+            longest = workload
         peak = measured.memory.get("memory_peak_gib", 0.0) * GIB
         outcome = f"fit in {peak / GIB:.1f} GiB" if fit else "do not fit"
         say(
-            f"seq_len=max: {workload.seq_len:,} tokens with memory={workload.memory.policy} "
+            f"seq_len=max: {workload.seq_len:,} tokens with memory={workload.memory} "
             f"{outcome} ({predicted / GIB:.1f} GiB predicted)"
         )
         # If memory ran out, the need is not known, but it is more than there is
         at_least = 1.06 * max(scale, room / scale / predicted)
         scale = peak / predicted if fit and peak else at_least
-    if not longest:
+    if longest is None:
         lengths = ", ".join(f"{length:,}" for length in tried) or "none"
         raise ValueError(
             f"seq_len=max: no length fits {gpu.memory / GIB:.1f} GiB (tried: {lengths}); use a "
             "smaller model=, or give a length"
         )
     return longest
-
-
-def longest_predicted(
-    candidates: Sequence[Callable[[int], Workload]],
-    gpu: Chip,
-    host_memory: float,
-    say: Callable[[str], None],
-) -> int:
-    """Return the most tokens per sequence that are predicted to fit in one of the `candidates`, a
-    part of the GPU left free; ValueError if none.
-    """
-    workload = fitting.longest(candidates, fitting.room(gpu), host_memory, MULTIPLE)
-    if workload is None:
-        raise ValueError(
-            f"seq_len=max: no length is predicted to fit {gpu.memory / GIB:.1f} GiB; use a smaller "
-            "model=, more devices=, or give a length"
-        )
-    say(
-        f"seq_len=max: {workload.seq_len:,} tokens on {workload.devices} GPUs, predicted to fit "
-        f"with {fitting.LEFT_FREE:.0%} left free, not tried"
-    )
-    return workload.seq_len
 
 
 def main(argv: list[str]) -> None:

@@ -22,8 +22,8 @@ from longctx.attention.description import DESCRIPTIONS, AttentionConfig, Descrip
 from longctx.attention.naive import Naive
 from longctx.config.asked import divisions, with_vocabulary, workload_of
 from longctx.config.train_config import TrainConfig
-from longctx.planner.fitting import with_policy
 from longctx.planner.peak_memory import predict
+from tests.planner.steps import with_policy
 
 q = torch.randn(1, 5, 2, 16)
 CPU = {"device": "cpu", "dtype": torch.bfloat16, "head_dim": 64}

@@ -71,10 +71,10 @@ def test_auto_offers_what_is_possible_and_a_choice_itself():
 
 
 def test_a_changed_policy_is_not_called_by_its_name_alone():
-    assert str(MemoryConfig("balanced", recompute="none")) == "balanced, recompute=none"
+    assert str(MemoryConfig("balanced", recompute="none")) == "balanced memory.recompute=none"
     assert str(MemoryConfig("fast")) == "fast"
     assert str(MemoryConfig("balanced").filled("balanced")) == "balanced"
-    assert str(MemoryConfig("auto", recompute="mlp")) == "auto, recompute=mlp"
+    assert str(MemoryConfig("auto", recompute="mlp")) == "auto memory.recompute=mlp"
 
 
 def test_every_answer_is_a_key_or_a_value_of_ours():

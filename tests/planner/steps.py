@@ -34,3 +34,8 @@ def workload(*overrides: str, **changes: Any) -> Workload:
 
 def one_b(*overrides: str, **changes: Any) -> Workload:
     return workload("model=1b", *overrides, **changes)
+
+
+def with_policy(step: Workload, policy: str) -> Workload:
+    """Return `step` with memory=`policy`; given keys stay."""
+    return replace(step, memory=step.memory.filled(policy))

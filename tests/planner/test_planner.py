@@ -16,7 +16,7 @@ from longctx.planner.peak_memory import _Step, predict
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB
 from longctx.spec.step import Workload
-from tests.planner.steps import FIGURES, H200, composed, one_b, workload
+from tests.planner.steps import FIGURES, H200, composed, one_b, with_policy, workload
 from tests.processes import ROOT
 
 
@@ -82,27 +82,55 @@ def test_a_packed_base_takes_its_own_bytes():
 
 @pytest.mark.parametrize(("words", "gpu", "name"), FIGURES["faster"])
 def test_another_backend_is_named_if_it_is_clearly_faster(words, gpu, name):
-    work = fitting.with_policy(one_b(*words.split(), seq_len=32768), "fast")
+    work = with_policy(one_b(*words.split(), seq_len=32768), "fast")
     line = fitting.faster_backend(work, ("flash", "sdpa"), hardware.chip(gpu, 79 * GIB))
     assert line.startswith(f"attention={name} is") if name else not line
 
 
 def test_steps_in_graphs_take_a_backend_that_graphs_can_hold():
-    work = fitting.with_policy(workload("model=124m", seq_len=1024, batch_size=4), "fast")
+    work = with_policy(workload("model=124m", seq_len=1024, batch_size=4), "fast")
     name, reason = fitting.fastest_backend(work, ("sdpa", "naive"), H200)
     assert name == "naive" and reason.endswith("in CUDA graphs")
     eager = replace(work, graphs="false")
     assert fitting.fastest_backend(eager, ("sdpa", "naive"), H200)[0] == "sdpa"
 
 
-def test_auto_takes_the_first_policy_that_fits():
-    def decided(seq_len: int) -> str:
-        return fitting.decide(one_b(seq_len=seq_len, batch_size=1), H200, 128 * GIB).memory.policy
+def test_auto_takes_the_fastest_settings_that_fit():
+    def decided(seq_len: int, *overrides: str) -> MemoryConfig:
+        step = one_b(*overrides, seq_len=seq_len, batch_size=1)
+        return fitting.decide(step, H200, 128 * GIB).memory
 
-    assert [decided(n) for n in (16384, 131072, 786432)] == ["fast", "balanced", "long"]
-    assert decided(2**24) == "long"  # nothing fits: what takes least
-    narrow = one_b("memory.optimizer_state=bf16", seq_len=16384)
-    assert fitting.decide(narrow, H200, 128 * GIB).memory.optimizer_state == "bf16"
+    assert [decided(n).recompute for n in (16384, 131072, 786432)] == ["none", "block", "block"]
+    least = decided(2**24)  # nothing fits: what takes least of the GPU, and no more host memory
+    assert (least.keep_every, least.mlp_tile, least.offload) == (8, 8192, 0)
+    narrow = decided(786432, "memory.optimizer_state=bf16", "memory.mlp_tile=16384")
+    assert (narrow.optimizer_state, narrow.mlp_tile) == ("bf16", 16384)
+
+
+# Words of a step, a card and its GiB of host memory
+@pytest.mark.parametrize(("words", "gpu", "host"), FIGURES["searched"])
+@pytest.mark.parametrize("tokens", [4096, 16384, 65536, 131072, 262144])
+def test_a_search_is_never_slower_than_a_policy(words, gpu, host, tokens):
+    chip = hardware.chip(gpu)
+    asked = workload(*words.split(), seq_len=tokens, batch_size=1, accumulate=1)
+    limits = fitting.room(chip), host * GIB
+    found = fitting.first_that_fits(asked, *limits, chip)
+    named = [with_policy(asked, name) for name in ("fast", "balanced", "long")]
+    for step in (step for step in named if fitting.fits(step, *limits)):
+        assert found is not None and fitting.fits(found, *limits)
+        speeds = (fitting.tokens_per_second(each, chip) for each in (found, step))
+        assert next(speeds) >= next(speeds)
+
+
+@pytest.mark.parametrize(("words", "gpu", "host", "tokens"), FIGURES["longest"])
+def test_the_longest_sequence_is_found(words, gpu, host, tokens):
+    chip = hardware.chip(gpu)
+    at = fitting.one_row(workload(*words.split(), seq_len=131072, batch_size=1, accumulate=1))
+    found = fitting.longest([at], fitting.room(chip), host * GIB, chip=chip)
+    assert found is not None and fitting.fits(found, fitting.room(chip), host * GIB)
+    assert found.seq_len == pytest.approx(tokens, rel=0.02)
+    policy = fitting.longest([lambda n: with_policy(at(n), "long")], fitting.room(chip), host * GIB)
+    assert policy is not None and policy.seq_len <= found.seq_len
 
 
 def test_a_step_has_few_micro_batches():
@@ -125,12 +153,12 @@ def test_a_step_has_few_micro_batches():
 
 def test_the_smallest_change_fits():
     # five do not go in twos: the advice is the same step
-    config = fitting.with_policy(one_b(seq_len=65536, batch_size=5, accumulate=1), "fast")
+    config = with_policy(one_b(seq_len=65536, batch_size=5, accumulate=1), "fast")
     change = fitting.smallest_change(config, H200.usable, 128 * GIB)
     assert change.startswith("batch_size=1 accumulate=5")
     one = replace(config, batch_size=1, seq_len=131072)
     assert fitting.smallest_change(one, H200.usable, 128 * GIB) == "memory=balanced"
-    last = fitting.with_policy(one_b(seq_len=8000000, batch_size=1), "long")
+    last = with_policy(one_b(seq_len=8000000, batch_size=1), "long")
     change = fitting.smallest_change(last, H200.usable, 128 * GIB)
     assert change.startswith("seq_len=")
     naive = replace(config, attention=AttentionConfig("naive"))
@@ -140,10 +168,13 @@ def test_the_smallest_change_fits():
 def test_advice_names_a_policy_that_the_optimizer_takes(request):
     OPTIMIZERS.register("plain", OptimizerTraits())  # its state is never on the host
     request.addfinalizer(lambda: OPTIMIZERS.remove("plain"))
-    for name, advice in (("adamw", "memory=long"), ("plain", "seq_len=")):
-        step = one_b(f"optimizer={name}", seq_len=524288, batch_size=1)
-        change = fitting.smallest_change(fitting.with_policy(step, "balanced"), 80 * GIB, 512 * GIB)
-        assert change.startswith(advice)
+    for name, advice in (
+        ("adamw", "memory=fast memory.optimizer_state=host"),
+        ("plain", "memory="),
+    ):
+        step = one_b(f"optimizer={name}", seq_len=16384, batch_size=1)
+        change = fitting.smallest_change(with_policy(step, "fast"), 35 * GIB, 512 * GIB)
+        assert change.startswith(advice) and ("host" in change) == (name == "adamw")
 
 
 @pytest.mark.parametrize(("name", "tflops", "gigabytes", "fp8"), FIGURES["cards"])
@@ -180,10 +211,10 @@ def test_every_process_of_a_machine_takes_host_memory():
 
 
 def test_a_checkpoints_copy_is_counted_if_it_fits():
-    config = fitting.with_policy(one_b("memory=fast", seq_len=4096), "fast")
+    config = with_policy(one_b("memory=fast", seq_len=4096), "fast")
     saved = 12.0 * config.model.parameters()  # fp32 weights and two averages
     assert predict(config).saved == saved
-    assert predict(fitting.with_policy(config, "long")).saved == saved  # averages on the host
+    assert predict(with_policy(config, "long")).saved == saved  # averages on the host
     room = fitting.HOST_LEFT + saved / fitting.COPY_SHARE
     assert fitting.copy_on_host(config, room) == saved
     assert fitting.copy_on_host(config, room - 1) == 0

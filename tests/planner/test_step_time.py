@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 
-from longctx.planner import fitting, step_time
+from longctx.planner import step_time
 from longctx.planner.peak_memory import _Step, predict
 from longctx.planner.step_time import attention_exchange, waiting_for_weights
 from longctx.spec.hardware import GIB
 from longctx.spec.step import Workload
-from tests.planner.steps import H200, one_b
+from tests.planner.steps import H200, one_b, with_policy
 
 
 def step(policy: str, *overrides: str, **changes: Any) -> Workload:
     """A step of 1b under a memory policy; keyword arguments replace what it is."""
     work = one_b("batch_size=1", "accumulate=1", *overrides)
-    return replace(fitting.with_policy(work, policy), **changes)
+    return replace(with_policy(work, policy), **changes)
 
 
 def shared(ranks: int, method: str = "ulysses", **changes: Any) -> Workload:

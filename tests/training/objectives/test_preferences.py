@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import train
 from longctx import cli
 from longctx.config.doors import ObjectiveConfig
 from longctx.evaluation.load import of_run, open_model
+from longctx.spec.step import Workload
 from longctx.training import resolve
 from longctx.training.objectives import answers
 from longctx.training.objectives.reference import FILE
@@ -123,7 +125,12 @@ def test_long_prompts_lose_their_beginnings_aloud(rows, tuned, start, refused, c
 def test_the_longest_length_holds_long_answers(tmp_path, start, monkeypatch):
     row = {"prompt": "a", "chosen": "b " * 5000, "rejected": "c " * 5000}
     (tmp_path / "long.jsonl").write_text(json.dumps(row))
-    monkeypatch.setattr("longctx.training.dry_run.longest_of", lambda *_: 65536)
+
+    def found(*arguments: Any) -> Workload:
+        step = arguments[-1][0](65536)
+        return replace(step, memory=step.memory.filled("long"))
+
+    monkeypatch.setattr("longctx.training.dry_run.longest_of", found)
     monkeypatch.setattr("longctx.training.model_choice.able_backends", lambda *_: ["naive"])
     keys = {"objective": "orpo", "data__path": tmp_path / "long.jsonl", "data__val_fraction": 0}
     keys |= {"attention": "naive", "device": "cuda", "kernel__lock": "off", "seq_len": "max"}
