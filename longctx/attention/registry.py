@@ -80,7 +80,9 @@ class Backend(ABC):
     def backward(
         self, do: Tensor, saved: Saved, mask: Mask, scores: Scores, *_: Any, **options: Any
     ) -> Gradients:
-        """Return gradients from a forward's out and lse; without it recomputation runs `run`."""
+        """Return dq, dk, dv from a forward's out and lse, and dsinks if it fuses sinks; without it
+        recomputation runs `run`.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no backward of its own")
 
     def decode(
@@ -299,7 +301,7 @@ class Attention:
         mask: Mask,
         scores: Scores = PLAIN,
     ) -> Gradients:
-        """Return the gradients for that, `do`, of the `out` that an earlier call returned.
+        """Return the gradients for `do`, that of the `out` of an earlier call.
 
         Without a backward of its own a backend runs forward again.
         """
@@ -319,7 +321,7 @@ class Attention:
         exchange, heads = mask.exchange or WHOLE_ROWS, 0
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         own = None if sinks is None else exchange.own_heads(sinks.detach().float())
-        dsinks: list[Tensor] = []
+        dsinks: list[Any] = []
         for qs, ks, vs, dos, outs in exchange.parts(q16, k16, v16, do, out):
             bound = mask.bind(qs.shape[0], qs.shape[1], ks.shape[1], qs.device)
             lses = lse[:, heads : heads + qs.shape[2]].contiguous()
@@ -330,7 +332,7 @@ class Attention:
                 saved = Saved(qs, ks, vs, outs, lses)
                 gradients = self.backend.backward(dos, saved, bound, given, **self.options)
             parts.append(exchange.gradients(*gradients[:3], k.shape[2]))
-            dsinks += [] if gradients.dsinks is None else [gradients.dsinks]
+            dsinks += gradients[3:] if own is not None else ()
             # free before the next part is exchanged
             del qs, ks, vs, dos, outs, saved, gradients
         dq, dk, dv = (exchange.joined(each) for each in zip(*parts, strict=True))
@@ -382,7 +384,7 @@ def attention(
     nothing gets output 0, lse -inf and zero gradients.
 
     `sinks` (Hq,): a logit for each query head that joins its softmax and has no value, as in
-    gpt-oss; the lse then includes it. If gradients are wanted the backend's lse must have one.
+    gpt-oss; the lse then includes it. Its gradient takes flash, or a backend whose lse has one.
     `softcap` c: scores become c · tanh(score / c) before the mask, as in Gemma 2.
 
     Raises ValueError for wrong shapes and for requests that the backend cannot serve.

@@ -134,8 +134,8 @@ def answer(
 
 
 def help_text(argv: list[str]) -> str:
-    """Return examples, presets and keys of the command that `argv` names, with the names that its
-    plugins add, or a summary of every command.
+    """Return examples, presets and keys of the command in `argv`, its plugins' names included, or
+    a summary of every command.
     """
     if argv[0] not in COMMANDS:
         lines = [f"  longctx {name:<14}{summary_of(x.schema)}" for name, x in COMMANDS.items()]

@@ -145,7 +145,7 @@ def given_values(schema: type, arguments: Iterable[str]) -> dict[str, Any]:
     """Return key → value that `arguments` and their file give, and load plugins.
 
     A list may be written a,b or [a,b]; of train only [a,b]: there a,b is a sweep. ValueError names
-    an argument that is not key=value, a path or a file, or a key that is unknown or given twice.
+    an argument of another form than key=value, a path or a file, or a key unknown or given twice.
     """
     arguments = list(arguments)
     of_plugins = [argument for argument in arguments if argument.startswith("plugins=")]

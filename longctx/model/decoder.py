@@ -96,7 +96,7 @@ class Decoder:
         self.texts: list[list[int]] = []  # if their tokens are read anew
         self.lengths: list[int] = []  # of the texts, as the cache has them on the device
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        # Buffers of ropes that follow the length: a replayed graph reads what a step has written
+        # Buffers of ropes that follow the length, for a replayed graph to read
         ropes = [rope for rope in model.ropes if rope.follows_length]
         self.angles: dict[Rope, Angles] = {x: x(self.cache.lengths[:, None]) for x in ropes}
         self.logits = torch.zeros(0, device=self.device)

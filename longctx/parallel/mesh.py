@@ -81,7 +81,7 @@ class Parallel:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.benchmark = False
-            # A debugging aid that slows every allocation; our kernels write all that they allocate
+            # It slows every allocation, for debugging; our kernels write all of their memory
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         own = torch.device(f"cuda:{processes.local_rank}" if device == "cuda" else "cpu")
         dtype = dtype_of(precision_of(config.precision, device))

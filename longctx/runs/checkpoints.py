@@ -67,7 +67,7 @@ def contents(
     """Return metadata and tensors of a checkpoint, for `Saving`.
 
     In `plain` "longctx" is about the run and "random" is random_state(). This rank has `weights`,
-    by name, and the state of an `optimizer` that trains those with these `names`, in its order.
+    by name, and the state of an `optimizer`, which trains the weights `names` in this order.
     """
     tensors, scalars = dict(weights), dict[str, dict[str, float]]()
     for number, values in optimizer["state"].items():

@@ -91,6 +91,16 @@ def test_register_adds_a_backend(mine):
         attention(q, q, q, backend="mine", softcap=5.0)
 
 
+def test_a_backward_of_a_plugin_gives_three_gradients(mine, monkeypatch):
+    monkeypatch.setattr(mine, "backward", lambda *_: (q, 2 * q, 3 * q), raising=False)
+    of_mine = replace(DESCRIPTIONS["mine"], has_backward=True)
+    monkeypatch.setitem(DESCRIPTIONS, "mine", of_mine)
+    mask, lse = Mask.causal(), torch.zeros(1, 2, 5)
+    found = Attention("mine").backward(q, q, q, q, q, lse, mask)
+    assert [torch.equal(x, n * q) for n, x in enumerate(found[:3], 1)] == [True] * 3
+    assert found.dsinks is None
+
+
 def test_register_adds_a_description(mine):
     AttentionConfig("mine", {"factor": 3}).validate()
     with pytest.raises(ValueError, match="factor=4"):
