@@ -10,23 +10,25 @@ from collections.abc import Iterator
 
 from tests.processes import ROOT
 
-# Of the package and of a part: the budget that the design gives it
+# Of the package and of a part: the budget that the design gives it, and what issues that name a
+# size added: "Every mask at full speed" 500 to kernels, "The longest sequence on your card" 350 to
+# model and planner, "Contexts that teach" 700 to data and evaluation, and tests of these
 BUDGETS = {
-    "longctx": 34850,
-    "kernels": 6700,
+    "longctx": 36400,
+    "kernels": 7200,
     "spec": 1450,
     "attention": 2150,
     "hf": 3100,
-    "model": 2900,
+    "model": 3050,
     "parallel": 1100,
-    "data": 3300,
+    "data": 3800,
     "runs": 1900,
-    "planner": 1750,
+    "planner": 1950,
     "training": 6000,
-    "evaluation": 2000,
+    "evaluation": 2200,
     "the rest": 2500,
-    "tests": 20500,
-    "benchmarks": 3800,
+    "tests": 21700,
+    "benchmarks": 3950,
 }
 # The parts that are over it, and by how many lines at most: a number here only gets smaller
 OVER: dict[str, int] = {}
