@@ -141,9 +141,11 @@ CONFIGS = {  # by head size
     192: ForwardConfig(64, 3, 2, 240, True, True, False, out_in_q=True),
     256: ForwardConfig(64, 2, 2, 240, True, False, False, out_in_q=True),
 }
-# For windows of at most SHORT keys: 1.28 × CONFIGS on an H200 for 64/8 heads of 64 and 128 keys,
-# 1.05 × for 1,024 keys of packed documents
-SHORT_CONFIGS = {64: ForwardConfig(64, 4, 3, 160, True, False, True)}
+# For windows of at most SHORT keys. In loops that short, consumers do not take turns, and each
+# begins at its own first keys. On an H200, 65,536 tokens, heads of 64, median ms with turns and
+# without: 64/8 heads, 128 keys 1.26, 1.14; with sinks 1.37, 1.24; packed too 1.46, 1.38; 16 heads,
+# 1,024 keys, documents of 3,000 1.19, 1.01. Longer loops lose by it: 16,384 keys 3.68, 3.90
+SHORT_CONFIGS = {64: ForwardConfig(64, 4, 3, 160, False, False, True)}
 ROWS = gl.constexpr(64)  # queries of a consumer warpgroup
 LARGEST = gl.constexpr(2.0**32)  # sum of a row whose maximum is fixed
 HEAVY = gl.constexpr(0.125)  # part of a row's sum; few tiles of unit-variance scores have it
@@ -427,20 +429,27 @@ def consumer(
         acc = zero_parts(qs)
         mbarrier.wait(q_full.index(C), count & 1)
         if n > 0:
-            # prologue: the first tile's scores and softmax, with no p·v before them
             mbarrier.wait(k_full.index(it % STAGES), (it // STAGES) & 1)
+            passed = 0  # masked tiles before this consumer's first key
+            if UNEVEN and not PINGPONG:
+                passed = gl.maximum(gl.minimum(lower // BN - lo, masked - 1), 0)
+                for x in range(passed):
+                    release_unseen(k_full, v_full, it + x, True, STAGES, PINGPONG, C, CONSUMERS)
+            # prologue: the first tile's scores and softmax, with no p·v before them
+            begin = it + passed
             if PINGPONG:
                 bar_sync(TURN + C, 256)
-            s_async = start_scores(q_own, ks, it % STAGES, zeros)
+            s_async = start_scores(q_own, ks, begin % STAGES, zeros)
             if PINGPONG:
                 bar_arrive(TURN + (C + 1) % CONSUMERS, 256)
             s = warpgroup_mma_wait(0, deps=(s_async,))
-            bar_arrive(K_EMPTY + it % STAGES, 128 * CONSUMERS + 32)
-            n0 = gl.where(masked > 0, masked_tile(0, lo, full_lo, full_hi), full_lo) * BN
+            bar_arrive(K_EMPTY + begin % STAGES, 128 * CONSUMERS + 32)
+            n0 = gl.where(masked > 0, masked_tile(passed, lo, full_lo, full_hi), full_lo) * BN
             p, m, _ = softmax(s, m, scale_log2, True, n0, first_i, last_i)
             l = row_sums(p, ROWS, BN)
             p16 = gl.convert_layout(p.to(dtype), p_layout)
-            mbarrier.wait(k_full.index((it + 1) % STAGES), ((it + 1) // STAGES) & 1, pred=n > 1)
+            after = begin + 1
+            mbarrier.wait(k_full.index(after % STAGES), after // STAGES & 1, pred=n > passed + 1)
 
             # masked tiles. A consumer passes over tiles out of its sight, and holds the pending v
             # meanwhile: for one tile less than there are stages, since the next k comes after all v
@@ -448,10 +457,10 @@ def consumer(
             steady = n
             if MASKED_LOOP or FIXED_MAX:
                 steady = gl.maximum(masked, 1)
-            pending = it
+            pending = begin
             r = gl.zeros_like(l)
             plain = r  # so far the largest p was 1: rounding does not lean
-            for x in range(1, steady):
+            for x in range(passed + 1, steady):
                 n0 = masked_tile(x, lo, full_lo, full_hi) * BN
                 if not UNEVEN or (x >= masked) | (n0 <= upper) & (n0 + BN > lower) | (
                     it + x - pending >= STAGES - 1
