@@ -7,6 +7,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from longctx.config.fields import key, refuse
@@ -58,6 +59,7 @@ class TransformersConfig(GPTConfig):
     def parameters(self) -> int:
         return int(self.transformers["parameters"])
 
+    @cached_property
     def frozen_matrices(self) -> list[tuple[int, int]]:
         return [(rows, columns) for rows, columns in self.transformers["matrices"]]
 

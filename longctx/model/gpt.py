@@ -61,9 +61,9 @@ class GPT(nn.Module):
         self.config = config
         V, C = config.vocab_size, config.channels
         self.embed = nn.Embedding(V, C)
-        self.ropes: Any = Ropes([block.attention.rope for block in config.blocks()])
+        self.ropes: Any = Ropes([block.attention.rope for block in config.blocks])
         self.follows_length = any(rope.follows_length for rope in self.ropes)
-        self.blocks: Any = nn.ModuleList(Block(block, attention) for block in config.blocks())
+        self.blocks: Any = nn.ModuleList(Block(block, attention) for block in config.blocks)
         self.norm = StreamNorm(Norm("norm", "norm", C, config.norm_eps, config.norm_plus_one))
         self.head = None if config.tied else nn.Linear(C, V, bias=False)
         # Names of the weights that stay in fp32 if others are rounded: routers would choose other
@@ -89,7 +89,7 @@ class GPT(nn.Module):
         std = self.config.init_std
         into_residual = {
             f"blocks.{n}.{path}"
-            for n, block in enumerate(self.config.blocks())
+            for n, block in enumerate(self.config.blocks)
             for path, linear in block.linears.items()
             if linear.into_residual
         }
@@ -134,7 +134,7 @@ class GPT(nn.Module):
         """Yield block, path in it, and target of LoRA of every linear layer; and True if lora.base
         packs its weight.
         """
-        for block, parts in zip(self.blocks, self.config.blocks(), strict=True):
+        for block, parts in zip(self.blocks, self.config.blocks, strict=True):
             for path, linear in parts.linears.items():
                 yield block, path, linear.name, linear.packs
 

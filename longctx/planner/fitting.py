@@ -221,14 +221,8 @@ def fastest_backend(workload: Workload, backends: Sequence[str], chip: Chip) -> 
     return name, f"predicted {share:.0%} faster than {slower[0]} on {on}"
 
 
-def choose_layout(
-    candidates: Sequence[Workload], chip: Chip, host: float, merge: bool = False
-) -> tuple[Workload, str]:
-    """Return the plainest candidate that fits and is about as fast as the fastest, and why.
-
-    Memory and, with `merge`, micro-batches are decided for each, see `decide`.
-    """
-    decided = [decide(candidate, chip, host, merge) for candidate in candidates]
+def choose_layout(decided: Sequence[Workload], chip: Chip, host: float) -> tuple[Workload, str]:
+    """Return the plainest that fits and is about as fast as the fastest, and why; see `decide`."""
     fit = [step for step in decided if fits(step, room(chip), host)]
     if not fit:
         # the run is still tried: a prediction is no proof

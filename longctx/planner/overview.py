@@ -44,13 +44,14 @@ def run(
     request = next(iter(requests.values()))
     chip.check(request.precision)
     merge = request.batch_size is None and request.accumulate is None
-    asked_for, chosen = list[Workload](), dict[str, Workload]()
+    asked_for, chosen, layouts = list[Workload](), dict[str, Workload](), dict[str, Any]()
     # Each backend in the layout of a run, with every policy and the settings found by auto
     for backend, of_backend in requests.items():
-        layouts = each_layout(of_backend, per_machine, measured)
-        chosen[backend], _ = fitting.choose_layout(layouts, chip, host, merge)
-        name = fitting.name_of(chosen[backend])
-        in_layout = next(step for step in layouts if fitting.name_of(step) == name)
+        each = each_layout(of_backend, per_machine, measured)
+        decided = [fitting.decide(step, chip, host, merge) for step in each]
+        chosen[backend], reason = fitting.choose_layout(decided, chip, host)
+        layouts[backend] = each, decided, f"{fitting.name_of(chosen[backend])} ({reason})"
+        in_layout = each[decided.index(chosen[backend])]
         names = dict.fromkeys([*in_layout.memory.policies(), in_layout.memory.policy])
         named = [replace(in_layout, memory=replace(in_layout.memory, policy=x)) for x in names]
         asked_for += filter(fitting.ways, named)  # an optimizer may lack a policy's state
@@ -62,8 +63,9 @@ def run(
     print(answer(answered, chip, host, schedule_of(request, answered).max_steps, price), end="\n\n")
     print_machine(answered, chip, host, of_host)
     if first.devices > 1:
-        shown = requests.get(AttentionConfig().backend, request)
-        print_layouts(shown, chip, host, per_machine, measured)
+        usual = AttentionConfig().backend
+        backend = usual if usual in layouts else first.attention.backend
+        print_layouts(backend, chip, host, *layouts[backend])
 
     shared = ("layout",) if first.devices > 1 else ()
     terms = [term.split()[0] for term in TERMS]
@@ -122,21 +124,16 @@ def each_layout(
 
 
 def print_layouts(
-    request: TrainConfig, chip: Chip, host: float, per_machine: int, measured: Measured
+    name: str, chip: Chip, host: float, steps: list[Workload], decided: list[Workload], chosen: str
 ) -> None:
-    """Print memory and speed of each layout of `request`, and a run's choice."""
-    merge = request.batch_size is None and request.accumulate is None
-    steps = each_layout(request, per_machine, measured)
+    """Print memory and speed of each layout, its open settings `decided`, and a run's choice."""
     longest = (getattr(longest_step([step], chip, host), "seq_len", "none") for step in steps)
-    decided = [fitting.decide(step, chip, host, merge) for step in steps]
     short = [figures(step, chip, host) | {"memory": step.memory.policy} for step in decided]
     rows = [row | {"longest": tokens} for row, tokens in zip(short, longest, strict=True)]
-    backend = request.attention.backend
     columns = ("strategy", "context", "method", "memory", "GiB", "fits", *SPEED[:2], "longest")
-    title = f"Layouts on {request.devices:,} GPUs, attention={backend}, with the longest sequences"
+    title = f"Layouts on {steps[0].devices:,} GPUs, attention={name}, with the longest sequences"
     grid(title, columns, rows)
-    chosen, reason = fitting.choose_layout(decided, chip, host)
-    print(f"strategy=auto context=auto: {fitting.name_of(chosen)} ({reason})\n")
+    print(f"strategy=auto context=auto: {chosen}\n")
 
 
 def figures(step: Workload, chip: Chip, host: float) -> dict[str, Any]:

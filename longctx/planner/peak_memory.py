@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
@@ -83,7 +84,7 @@ class _Step:
         self.memory = workload.memory.filled(workload.memory.policy)
         workload = replace(workload, memory=self.memory)
         self.workload, self.model, self.captured = workload, workload.model, workload.captured
-        self.blocks = workload.blocks
+        self.blocks = workload.model.blocks
         self.measured = workload.measured.get(self.memory.recompute or "none")
         self.weights_by_block = [block.weights for block in self.measured or self.blocks]
         self.B, self.T = workload.batch_size, workload.seq_len
@@ -151,7 +152,7 @@ class _Step:
 
     def of_passes(self) -> Iterator[tuple[str, Terms]]:
         """Yield the moments of forward and backward."""
-        always = self.always()
+        always = self.always
         gradients = FP32 * self.trained / self.slices
         embedding = self.gradient * self.V * self.C
         kept = FP32 / self.slices if self.sharded and self.gradient else self.gradient
@@ -198,7 +199,7 @@ class _Step:
     def moments(self) -> Iterator[tuple[str, Terms]]:
         """Yield every moment that can be the peak, with its bytes by term."""
         yield from self.of_passes()
-        resting = self.always()
+        resting = self.always
         gradients = {GRADIENTS: FP32 * self.trained / self.slices}
         if self.captured:
             # The graphs' memory pool, gradients among it, stays as large as the passes need: what
@@ -215,8 +216,9 @@ class _Step:
             texts = max(1, self.B * self.T // length)
             yield "pass keys", _sum(resting, self.validation(texts, length))
 
+    @cached_property
     def always(self) -> Terms:
-        """Return parameters, optimizer state, and the tensors that all layers read."""
+        """Parameters, optimizer state, and the tensors that all layers read."""
         row_tokens = self.B * self.T  # every device of a row has all of it
         # Tokens, targets, doc_ids, int64; CUDA graphs read those of a micro-batch from one place.
         batch = 24 * row_tokens * (self.workload.accumulate + self.captured)
@@ -224,20 +226,21 @@ class _Step:
         # cos and sin of each pair, and the factor of queries
         rope = FP32 * self.N * sum(x.size + bool(x.growth) for x in self.model.ropes())
         return {
-            PARAMETERS: self.weights() / self.slices + self.gathered(),
+            PARAMETERS: self.weights / self.slices + self.gathered(),
             OPTIMIZER: optimizer_state(self.workload)[0] / self.slices,
             BATCH: batch + mask + rope + (CUBLAS if self.through.on_gpu else 0),
         }
 
+    @cached_property
     def weights(self) -> float:
-        """Return the bytes of all weights: fp32 master copies; frozen ones as used, or packed."""
+        """Bytes of all weights: fp32 master copies; frozen ones as used, or packed."""
         if self.added:
             return self.workload.lora.frozen_bytes(self.model, self.e) + FP32 * self.added
         return FP32 * self.workload.parameters
 
     def saved(self) -> float:
         """Return the bytes of a checkpoint that this process writes."""
-        return (self.weights() + sum(optimizer_state(self.workload))) / self.slices
+        return (self.weights + sum(optimizer_state(self.workload))) / self.slices
 
     def gathered(self) -> float:
         """Return the bytes that fsdp gathers.
@@ -252,7 +255,7 @@ class _Step:
         base = self.workload.lora.base
         gathered = max(
             sum(linear.frozen_bytes(base, self.e) for linear in block.linears.values())
-            for block in self.blocks
+            for block, _ in self.model.kinds
         )
         gathered = self.e * block if self.measured else gathered
         together = max(2, self.memory.keep_every or 1)  # an input is made of the last one saved
@@ -321,7 +324,7 @@ class _Step:
         # In memory: masked scores, their distance to the lse, and its exp
         has_scores = self.workload.attention.description.score_bytes is not None
         scores = 3.0 * FP32 * self.model.heads * tokens * length if has_scores else 0.0
-        mlp: float = max(block_memory.forward(block, through) for block in self.blocks)
+        mlp: float = max(block_memory.forward(block, through) for block, _ in self.model.kinds)
         # A layer that is computed again saves nothing in forward, as in validation
         if layers := self.workload.measured.get("block"):
             copies = sum(layer.forward.intercept for layer in layers)
@@ -343,7 +346,7 @@ def trained_weights(workload: Workload) -> tuple[int, int]:
     """Count the trained weights: in matrices of the blocks, and all others, LoRA's among them."""
     if workload.added:
         return 0, workload.added
-    matrices = sum(block.weights for block in workload.blocks)
+    matrices = sum(block.weights for block in workload.model.blocks)
     return matrices, workload.parameters - matrices
 
 
@@ -365,7 +368,7 @@ def update_workspace(workload: Workload) -> float:
     They hold state that comes from the host, and the matrices of Newton-Schulz.
     """
     model, orthogonalizes = workload.model, workload.optimizer.traits.orthogonalizes
-    linears = [linear for block in workload.blocks for linear in block.linears.values()]
+    linears = [linear for block in workload.model.blocks for linear in block.linears.values()]
     largest = float(int(model.vocab_size or 0) * model.channels)
     if workload.added:
         largest = workload.added / model.layers

@@ -70,7 +70,8 @@ def plan(
         steps = [candidate(step.seq_len) for candidate in candidates]
         chosen, reason = steps[0], "nothing is predicted on a CPU"
         if chip is not None:
-            chosen, reason = fitting.choose_layout(steps, chip, host, step.merges)
+            decided = [fitting.decide(x, chip, host, step.merges) for x in steps]
+            chosen, reason = fitting.choose_layout(decided, chip, host)
         check_fits(chosen, machine)
     chosen.check_graphs()
     if chip is not None:

@@ -67,7 +67,7 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     N = -(-N // workload.context)  # of this device
     # products: weights before and after attention, and weights of recomputed products
     peak = chip.flops * (1.0 if e == 2 else 0.5)
-    blocks, L = workload.blocks, model.layers
+    blocks, L = model.blocks, model.layers
     before = sum(block.attention.linears[0].weights for block in blocks) / L
     after = sum(block.multiplied for block in blocks) / L - before
     inner = sum(block.mlp.moved for block in blocks) / L
@@ -144,7 +144,9 @@ def update_products(workload: Workload) -> list[tuple[int, float]]:
     if not workload.optimizer.traits.orthogonalizes:
         return []
     times = getattr(workload.optimizer, "iterations", 5)
-    shapes = [(*sorted(shape), count) for shape, count in block_matrices(workload.blocks).items()]
+    shapes = [
+        (*sorted(shape), count) for shape, count in block_matrices(workload.model.blocks).items()
+    ]
     return [(m, times * count * (4.0 * m * m * n + 2.0 * m**3)) for m, n, count in shapes]
 
 
@@ -153,7 +155,7 @@ def attention_seconds(workload: Workload, chip: Chip) -> float:
     assert chip.flops is not None and chip.bandwidth is not None
     model, description = workload.model, workload.attention.description
     part, layer = (
-        workload.blocks[0].attention,
+        workload.model.blocks[0].attention,
         workload.pass_of(workload.batch_size, workload.seq_len),
     )
     runs_again = layer.recompute == "block" and not description.has_backward

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
 
@@ -173,8 +174,10 @@ class GPTConfig(Group):
         named = ("attention", "self_attn", self.channels)
         return AttentionSpec(*named, self, window, rope, rotates=layer not in self.nope_layers)
 
+    # A search asks thousands of steps of one model
+    @cached_property
     def blocks(self) -> list[BlockSpec]:
-        """Return the parts of every block; layers that are alike share one value."""
+        """The parts of every block; layers that are alike share one value."""
         # All else is the same in every layer
         differences = [
             (self.window_of(layer), layer in self.nope_layers, self.has_experts(layer))
@@ -183,10 +186,16 @@ class GPTConfig(Group):
         blocks = {each: self.block(differences.index(each)) for each in set(differences)}
         return [blocks[each] for each in differences]
 
+    @cached_property
+    def kinds(self) -> list[tuple[BlockSpec, int]]:
+        """Each value among the blocks once, with the number of its layers."""
+        counts = Counter(map(id, self.blocks))
+        return [(block, counts[n]) for n, block in {id(x): x for x in self.blocks}.items()]
+
     def ropes(self) -> list[RopeSpec]:
         """Return the rotary positions of its layers, each once."""
         # Their scaling is a dictionary, so a set cannot hold them
-        ropes = [block.attention.rope for block in self.blocks()]
+        ropes = [block.attention.rope for block in self.blocks]
         return [rope for layer, rope in enumerate(ropes) if rope not in ropes[:layer]]
 
     def with_layers(self, chosen: Sequence[int]) -> Self:
@@ -254,22 +263,23 @@ class GPTConfig(Group):
 
     def matmul_parameters(self) -> int:
         """Return the weights that multiply each token: of linear layers and the lm_head."""
-        return sum(block.multiplied for block in self.blocks()) + self._embedding()
+        return sum(n * block.multiplied for block, n in self.kinds) + self._embedding()
 
     def parameters(self) -> int:
         """Return the trainable parameters, a tied embedding once."""
-        blocks = sum(part.parameters for block in self.blocks() for part in block.parts())
+        blocks = sum(n * block.parameters for block, n in self.kinds)
         return self._embedding() * (1 if self.tied else 2) + blocks + self.channels
 
+    @cached_property
     def frozen_matrices(self) -> list[tuple[int, int]]:
-        """Return rows and columns of every matrix that lora.base can pack."""
-        linears = [linear for block in self.blocks() for linear in block.linears.values()]
+        """Rows and columns of every matrix that lora.base can pack."""
+        linears = [linear for block in self.blocks for linear in block.linears.values()]
         return [(linear.outputs, linear.columns) for linear in linears if linear.packs]
 
     def lora_widths(self, targets: Collection[str]) -> int:
         """Return the sum of rows and columns of the matrices that LoRA adapts in `targets`."""
-        linears = [linear for block in self.blocks() for linear in block.linears.values()]
-        return sum(x.columns + x.outputs for x in linears if x.name in targets)
+        linears = [(n, x) for block, n in self.kinds for x in block.linears.values()]
+        return sum(n * (x.columns + x.outputs) for n, x in linears if x.name in targets)
 
     def flops_per_token(self, pairs_per_token: float, adapters: int = 0) -> float:
         """Return the FLOPs of forward, a third, and backward for a token that sees so many keys: 6
@@ -278,7 +288,7 @@ class GPTConfig(Group):
         `adapters`, and every other weight then takes 4: it is not trained.
         """
         weights = (4 if adapters else 6) * self.matmul_parameters() + 6 * adapters
-        return weights + sum(block.attention.flops(pairs_per_token) for block in self.blocks())
+        return weights + sum(n * block.attention.flops(pairs_per_token) for block, n in self.kinds)
 
     # A model that transformers computes answers in its own way. Each way to a model proves it.
 
@@ -343,11 +353,11 @@ class LoraConfig:
 
     def parameters(self, model: GPTConfig) -> int:
         """Return the parameters that LoRA adds to the frozen ones of `model`; 0 without LoRA."""
-        return (self.rank or 0) * model.lora_widths(self.targets)
+        return self.rank * model.lora_widths(self.targets) if self.rank else 0
 
     def frozen_bytes(self, model: GPTConfig, each: int) -> int:
         """Return the bytes of the weights of `model`, with `each` of one that is not packed."""
-        matrices = model.frozen_matrices() if self.base is not None else []
+        matrices = model.frozen_matrices if self.base is not None else []
         saved = sum(rows * (each * columns - packed_width(columns)) for rows, columns in matrices)
         return each * model.parameters() - saved
 
@@ -357,7 +367,7 @@ class LoraConfig:
         for target in chosen:
             if not model.lora_widths([target]):
                 raise ValueError(f"lora.targets={target}: the model has no such layer")
-        for _, columns in model.frozen_matrices() if self.base is not None else []:
+        for _, columns in model.frozen_matrices if self.base is not None else []:
             if columns % NF4_BLOCK:
                 raise ValueError(
                     f"lora.base={self.base}: a matrix has {columns} columns, and the format takes "

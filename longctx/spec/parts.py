@@ -341,6 +341,11 @@ class BlockSpec:
         return sum(linear.weights for linear in self.linears.values())
 
     @cached_property
+    def parameters(self) -> int:
+        """Number of its parameters."""
+        return sum(part.parameters for part in self.parts())
+
+    @cached_property
     def multiplied(self) -> int:
         """Weights that multiply each token."""
         return sum(part.multiplied for part in self.parts())

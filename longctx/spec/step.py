@@ -19,7 +19,7 @@ from longctx.config.layout_config import (
     ulysses_parts,
 )
 from longctx.spec.model_config import GPTConfig, LoraConfig
-from longctx.spec.parts import FP32, BlockSpec, Pass
+from longctx.spec.parts import FP32, Pass
 
 # Defaults by device, in tokens: a GPU is kept busy by 16,384 tokens at a time.
 TOKENS_PER_MICRO_BATCH = {"cuda": 16384, "cpu": 4096}
@@ -95,11 +95,6 @@ class Workload:
         accumulate = division.accumulate or max(1, TOKENS_PER_STEP[self.device] // micro_batch)
         sizes = division._replace(batch_size=batch_size, accumulate=accumulate)._asdict()
         return replace(self, seq_len=seq_len, divisions=(), **sizes)
-
-    @cached_property
-    def blocks(self) -> list[BlockSpec]:
-        """The parts of every block."""
-        return self.model.blocks()
 
     @cached_property
     def parameters(self) -> int:

@@ -156,7 +156,7 @@ def small(run: Run) -> Run:
     elif workload.context > 1 and length % workload.context == 0:
         length -= 1
     # The first layer of each sort, the blocks that are recomputed together, and one more
-    kinds, together = model.blocks(), (workload.memory.keep_every or 1) + 1
+    kinds, together = model.blocks, (workload.memory.keep_every or 1) + 1
     first = {kinds.index(kind) for kind in kinds} | set(range(min(len(kinds), together)))
     words = min(model.vocab_size or WORDS, WORDS)
     model = replace(model.with_layers(sorted(first)), vocab_size=words)

@@ -139,7 +139,7 @@ def test_loading_holds_no_wide_copy(tmp_path, by_transformers):
     # A model of transformers on "meta" gives names and shapes; it is counted, and takes no memory
     held = live.peak - (0 if config.has_kernels else 4 * config.parameters())
     own = sum(x.nbytes for x in model.parameters())
-    largest = max(2 * rows * columns for rows, columns in config.frozen_matrices())
+    largest = max(2 * rows * columns for rows, columns in config.frozen_matrices)
     assert own < held < own + 2 * largest < 0.5 * sum(x.nbytes for x in theirs.parameters())
     assert own == added.frozen_bytes(config, each=2) + 4 * added.parameters(config)
 

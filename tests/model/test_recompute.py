@@ -143,7 +143,7 @@ def test_tiles_of_backward_take_predicted_memory(name, tokens, monkeypatch):
     """In the shape of a real model, on fake tensors: a tile holds nothing of the one before."""
     monkeypatch.setattr(layers, "fused", lambda x: x.dtype == torch.bfloat16)
     step = workload(f"model={name}", "memory.recompute=block", "memory.mlp_tile=32768")
-    through, spec = step.pass_of(1, tokens), step.blocks[0]
+    through, spec = step.pass_of(1, tokens), step.model.blocks[0]
     with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", torch.bfloat16):
         block = Block(spec, AttentionConfig("flash"))
         x = torch.empty(1, tokens, step.model.channels, dtype=torch.bfloat16)

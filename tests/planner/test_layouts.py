@@ -27,6 +27,12 @@ def steps(words: str, seq_len: int = 4096) -> list[Workload]:
     return [at(seq_len) for at in layouts(words, seq_len)]
 
 
+def choose(words: str, seq_len: int, chip: hardware.Chip = H200) -> tuple[Workload, str]:
+    """Return the layout chosen on `chip`, and why."""
+    decided = [fitting.decide(work, chip, HOST) for work in steps(words, seq_len)]
+    return fitting.choose_layout(decided, chip, HOST)
+
+
 @pytest.mark.parametrize(("words", "possible"), FIGURES["layouts"])
 def test_layouts_follow_devices_heads_and_backend(words, possible):
     found = [f"{x.strategy} {x.context} {x.context_method}" for x in steps(words)]
@@ -48,8 +54,8 @@ def test_a_method_that_does_not_divide_heads_is_refused():
 )
 def test_the_choice_fits_and_is_about_the_fastest(words, seq_len):
     each, merge = steps(f"context=auto {words}", seq_len), "batch_size=1" not in words
-    chosen, reason = fitting.choose_layout(each, H200, HOST, merge)
     decided = [fitting.decide(work, H200, HOST, merge) for work in each]
+    chosen, reason = fitting.choose_layout(decided, H200, HOST)
     fit = [work for work in decided if fitting.fits(work, fitting.room(H200), HOST)]
     sure = fitting.SURE * max(fitting.tokens_per_second(work, H200) for work in fit)
     assert fitting.tokens_per_second(chosen, H200) >= sure and reason
@@ -59,19 +65,17 @@ def test_the_choice_fits_and_is_about_the_fastest(words, seq_len):
 
 
 def test_choice_if_nothing_fits_or_gpu_is_unknown():
-    each = steps("devices=8 context=auto", 2**24)
-    chosen, reason = fitting.choose_layout(each, replace(H200, memory=8 * GIB), HOST)
+    chosen, reason = choose("devices=8 context=auto", 2**24, replace(H200, memory=8 * GIB))
     assert chosen.context == 8 and chosen.strategy == "fsdp"
     assert "none is predicted to fit" in reason
     unknown = hardware.chip("Toaster", 139.8 * GIB)
-    chosen, _ = fitting.choose_layout(steps("devices=8 context=auto", 2**16), unknown, HOST)
+    chosen, _ = choose("devices=8 context=auto", 2**16, unknown)
     assert chosen.context == 1
 
 
 @pytest.mark.parametrize("method", ["auto", "ulysses", "allgather"])
 def test_ulysses_wins_a_tie(method):
-    each = steps(f"devices=8 context=8 context.method={method}", 2**20)
-    chosen, _ = fitting.choose_layout(each, H200, HOST)
+    chosen, _ = choose(f"devices=8 context=8 context.method={method}", 2**20)
     assert chosen.context_method == ("ulysses" if method == "auto" else method)
 
 

@@ -76,7 +76,7 @@ def test_a_packed_base_takes_its_own_bytes():
     preset = one_b("memory=long", seq_len=4096)
     loras = [replace(preset.lora, rank=8, base=base) for base in (None, "nf4")]
     wide, four = (predict(replace(preset, lora=lora)).gpu["parameters"] for lora in loras)
-    blocks = sum(block.weights for block in preset.model.blocks())
+    blocks = sum(block.weights for block in preset.model.blocks)
     assert wide - four == pytest.approx((2 - 0.516) * blocks, rel=0.01)
 
 

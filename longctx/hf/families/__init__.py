@@ -103,7 +103,7 @@ def write_config(config: GPTConfig, context: int) -> dict[str, Any]:
                 return keys
     features = {**vars(config), "source": {}}
     usual = vars(GPTConfig())
-    named = [f"model.{key}={x}" for key, x in features.items() if x != usual[key]]
+    named = [f"model.{key}={x}" for key, x in features.items() if x != usual.get(key, x)]
     raise ValueError(f"no class of transformers has all of this model: {', '.join(named)}")
 
 

@@ -107,7 +107,7 @@ class Family:
         """Yield every tensor of its weights, as rows of a parameter of GPT."""
         embedding = config.vocab_size or 0, config.channels
         yield Piece(EMBEDDING, "embed.weight", 0, embedding)
-        for n, block in enumerate(config.blocks()):
+        for n, block in enumerate(config.blocks):
             yield from self.renamed(block, n)
         yield Piece("model.norm.weight", "norm.weight", 0, (config.channels,))
         if not config.tied:

@@ -50,7 +50,7 @@ def block_matrices(model: GPT) -> dict[Tensor, tuple[int, ...]]:
     """Return each trained weight of a linear layer in the blocks → the rows of its matrices."""
     linears = {
         block.get_submodule(path).weight: linear.rows
-        for block, parts in zip(model.blocks, model.config.blocks(), strict=True)
+        for block, parts in zip(model.blocks, model.config.blocks, strict=True)
         for path, linear in parts.linears.items()
     }
     return {weight: rows for weight, rows in linears.items() if weight.requires_grad}

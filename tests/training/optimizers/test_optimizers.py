@@ -189,7 +189,7 @@ def test_the_planner_knows_the_state(name, stored):
         sum(x.nbytes for x in tensors)
         == peak_memory.optimizer_state(config(name, stored).workload)[0]
     )
-    parts = list(step_time.block_matrices(ODD.blocks()).elements())
+    parts = list(step_time.block_matrices(ODD.blocks).elements())
     if isinstance(optimizer, muon.Muon):
         rows = [(n, p.shape[1]) for p, sizes in optimizer.parts.items() for n in sizes]
         assert sorted(rows) == sorted(parts)
