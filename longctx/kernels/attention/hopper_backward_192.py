@@ -28,7 +28,8 @@ which consumer 0 waits before it forms dq. Consumer 0 has used ds before it repo
 
 Buffers in shared memory, 226 KiB: qs, dos, lses, deltas (two slots, by step), pss, dss, ks, vs,
 dq_part (one for each consumer). qs, dos, ks, vs have three parts, of channels; pss, dss two, of
-keys. dv and dk leave from the places of v and k.
+keys. ks and vs have both pieces of the keys, first the three parts of 64, in two boxes, then those
+of 32. dv and dk leave from the places of v and k.
 """
 
 from __future__ import annotations
@@ -82,12 +83,12 @@ WALKED = gl.constexpr(12)  # k and v have been read
 
 @gluon.jit
 def pieces(xs, i, zero, shared: gl.constexpr):
-    """Return both pieces of keys, (64, 64) and (32, 64), of part i of k or v, three boxes.
+    """Return both pieces of keys, (64, 64) and (32, 64), of part i of k or v.
 
     `zero` is 0, which the compiler does not know: else it would keep descriptors in registers.
     """
     first = reinterpret(xs[i], xs[i].dtype, [1, 2 * BOX, N], shared).index(zero)
-    return first, xs[i].index(2 + zero)
+    return first, xs[3 + i].index(zero)
 
 
 @gluon.jit
@@ -309,7 +310,8 @@ def store_tile(x_map, xs, x, scale, b, n0, h, shared: gl.constexpr):
     fence_async_shared()
     for i in gl.static_range(3):
         for j in gl.static_range(3):
-            store_part(x_map, xs[i].index(j), b, n0 + j * BOX, h, i * N)
+            box = xs[i].index(j) if j < 2 else xs[3 + i].index(0)
+            store_part(x_map, box, b, n0 + j * BOX, h, i * N)
     tma.store_wait(0)
 
 
@@ -406,8 +408,8 @@ def backward_192_kernel(
     dtype: gl.constexpr = q.dtype
     qs = [gl.allocate_shared_memory(dtype, [2, N, N], shared) for _ in (0, 1, 2)]
     dos = [gl.allocate_shared_memory(dtype, [2, N, N], shared) for _ in (0, 1, 2)]
-    ks = [gl.allocate_shared_memory(dtype, [3, BOX, N], shared) for _ in (0, 1, 2)]
-    vs = [gl.allocate_shared_memory(dtype, [3, BOX, N], shared) for _ in (0, 1, 2)]
+    ks = [gl.allocate_shared_memory(dtype, [n, BOX, N], shared) for n in (2, 2, 2, 1, 1, 1)]
+    vs = [gl.allocate_shared_memory(dtype, [n, BOX, N], shared) for n in (2, 2, 2, 1, 1, 1)]
     lses = gl.allocate_shared_memory(gl.float32, [2, 1, N], row_shared)
     deltas = gl.allocate_shared_memory(gl.float32, [2, 1, N], row_shared)
     pss = part_buffers(dtype, 1, N, N, shared, BOX, ds_shared)

@@ -227,15 +227,21 @@ def wait_keys(full, count):
 
 @gluon.jit
 def load_keys(x, xs, full, empty, count, b, n0, h, D: gl.constexpr):
-    """Load a tile of k or v, in one box or one for each consumer, once its slot is empty."""
+    """Load a tile of k or v, in one box or one for each consumer, once its slot is empty.
+
+    More buffers than maps: of the tile's last box, in the only slot.
+    """
     SLOTS: gl.constexpr = full.shape[0]
     BOXES: gl.constexpr = xs[0].shape[0] // SLOTS
     N: gl.constexpr = xs[0].shape[1]
+    PARTS: gl.constexpr = min(len(x), len(xs))
     slot = count % SLOTS
     mbarrier.wait(empty.index(slot), ((count // SLOTS) & 1) ^ 1)
-    mbarrier.expect(full.index(slot), BOXES * N * D * 2)
+    mbarrier.expect(full.index(slot), (BOXES + (len(xs) > PARTS)) * N * D * 2)
     for i in gl.static_range(BOXES):
-        load_parts(x, xs, slot * BOXES + i, full.index(slot), b, n0 + i * N, h)
+        load_parts(x, xs[:PARTS], slot * BOXES + i, full.index(slot), b, n0 + i * N, h)
+    if len(xs) > PARTS:
+        load_parts(x, xs[PARTS:], 0, full.index(slot), b, n0 + BOXES * N, h)
 
 
 @gluon.jit
