@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import Any
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-TRITON = ("3.6.", "3.7.")  # the versions that have run
+TRITON = ("3.6.", "3.7.")  # the versions that have run on a GPU, as in pyproject.toml
 # module → the folder that holds it
 MODULES = {
     **dict.fromkeys(("decoding", "flash_op", "launch", "selftest"), "attention"),
@@ -29,11 +29,11 @@ MEMBERS = {
 
 @functools.cache
 def warn_of_triton() -> None:
-    """Print a line, once, if the installed Triton is none that has compiled every kernel."""
+    """Print a line, once, if the kernels have not run with the installed Triton on a GPU."""
     if HAS_TRITON and not version("triton").startswith(TRITON):
         print(
-            f"warning: triton {version('triton')} has not compiled every kernel; "
-            "`pip install 'triton>=3.6,<3.8'`",
+            f"warning: the kernels have not run with triton {version('triton')} on a GPU; "
+            "install one that has: `pip install 'triton>=3.6,<3.8'`",
             file=sys.stderr,
         )
 

@@ -1,6 +1,6 @@
 """Compile kernels for GPUs that need not be there; print as JSON what the compiler says of each.
 
-    compile_report.py 90 hopper NAME ...          such as "forward 96" "unpack 88"
+    compile_report.py 90 hopper NAME ...          such as "forward 96" "unpack 88"; "96": all of 96
     compile_report.py TARGET attention SIZE ...   of heads, for other cards, such as 80 gfx942
     compile_report.py TARGET elementwise          between the matmuls, and of decoding
 
@@ -128,7 +128,7 @@ def attend(
 def of_hopper(compiler, *names):
     for name in names:
         *words, head_dim = name.split()
-        kind = next(word for word in ("forward", "backward", "unpack") if word in words)
+        kind = next((word for word in ("forward", "backward", "unpack") if word in words), "")
         compiler.case = name
         for module in (hopper_forward, hopper_backward):
             module._launches.clear()  # or the same shapes are launched another way

@@ -8,11 +8,15 @@ the order of walks, and for 64 ordered, in the place of the case without groups.
 """
 
 import json
+import os
+import warnings
+from importlib.metadata import distributions
+from tempfile import TemporaryDirectory
 
 import pytest
 import triton
 
-from tests.processes import ROOT, finished
+from tests.processes import PYTHONPATH, ROOT, finished
 
 # the forward spills up to 172 bytes on 3.8 and 3.9, the backward of 64 up to 136 on 3.9
 TUNED = ("3.6.", "3.7.")  # versions of Triton that tiles and registers were chosen with
@@ -26,14 +30,40 @@ SLOW = (
     *(f"{order}backward {head_dim}" for order in ("", "ordered ") for head_dim in (96, 192, 256)),
 )
 AMPERE = ("80", "86", "120")  # have the kernels for mma.sync
+# every kernel, in few sizes: KiB of shared memory, words of compile_report.py
+EVERY = (
+    (227, "90", "hopper", "sinks 64", "ordered 96", "ordered 192", "256"),
+    (163, "80", "attention", "64", "96", "256"),
+    (227, "90", "elementwise"),
+)
 
 
-def compile_all(*words):
+def compile_all(*words, path=PYTHONPATH):
     """Return the compiler's report on each kernel; `words` are those of compile_report.py."""
     # a process of its own: there is only one Triton in each, the compiler or the interpreter
-    compiler = finished(ROOT / "tests/kernels/compile_report.py", words, ROOT)
-    assert compiler.returncode == 0, compiler.stderr[-2000:]
+    script = ROOT / "tests/kernels/compile_report.py"
+    compiler = finished(script, words, ROOT, PYTHONPATH=path)
+    assert compiler.returncode == 0, f"{words}, {path}: {compiler.stderr[-2000:]}"
     return json.loads(compiler.stdout)
+
+
+@pytest.mark.slow
+def test_newest_triton_compiles_every_kernel():
+    with TemporaryDirectory(prefix="triton-") as folder:
+        words = ("install", "--quiet", "--no-deps", "--retries=1", f"--target={folder}", "triton")
+        # the newest of the index, not that of constraints.txt
+        installed = finished("-m", ("pip", *words), ROOT, PIP_CONSTRAINT="")
+        if installed.returncode:
+            pytest.skip(f"no Triton from a package index: {installed.stderr[-200:]}")
+        version = next(distributions(name="triton", path=[folder])).version
+        path = f"{folder}{os.pathsep}{PYTHONPATH}"
+        spilled = {}
+        for shared, *words in EVERY:
+            reports = compile_all(*words, path=path)
+            assert {k: r for k, r in reports.items() if r["shared"] > shared * 1024} == {}, version
+            spilled |= {k: r["spilled"] for k, r in reports.items() if r["spilled"]}
+    # pytest's summary says which version it was
+    warnings.warn(f"Triton {version} compiles every kernel; bytes spilled: {spilled}", stacklevel=1)
 
 
 @pytest.mark.parametrize(

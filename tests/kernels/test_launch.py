@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import tune
+from longctx import kernels
 from longctx.kernels.attention import IMPLEMENTATIONS
 from longctx.kernels.attention import launch as configs
 from longctx.kernels.attention.launch import Launch, launch_config, measured, measured_file, table
@@ -120,3 +121,13 @@ def test_tables_are_looked_up_by_environment(monkeypatch, tmp_path, path):
     monkeypatch.setenv("LONGCTX_LAUNCH", str(path))
     with pytest.raises(FileNotFoundError):
         launch_config("forward", Query(), 100)
+
+
+@pytest.mark.parametrize(("triton", "warns"), [("3.6.0", 0), ("3.7.1", 0), ("3.10.0", 1)])
+def test_a_triton_that_has_not_run_is_one_line(triton, warns, monkeypatch, capsys):
+    monkeypatch.setattr(kernels, "version", lambda name: triton)
+    monkeypatch.setattr(kernels, "HAS_TRITON", True)
+    kernels.warn_of_triton.cache_clear()
+    for _ in range(2):
+        kernels.warn_of_triton()
+    assert capsys.readouterr().err.count(triton) == warns

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from longctx.kernels import warn_of_triton
 from longctx.kernels.attention import IMPLEMENTATIONS, Gradients, Intervals, Saved, Scores
 from longctx.kernels.attention.launch import HOPPER, configure
 from longctx.kernels.attention.selftest import trust
@@ -94,6 +95,8 @@ def kernels(implementation: str, device: torch.device) -> Kernels:
 @functools.cache
 def _module(name: str, device: torch.device) -> Any:
     """Return a module of this folder; Triton's are imported on first use."""
+    if device.type == "cuda":
+        warn_of_triton()
     module = importlib.import_module(f"longctx.kernels.attention.{name}")
     if name in HOPPER:
         configure(module, name, device)
