@@ -1,5 +1,5 @@
 """Forward and backward of every attention backend, side by side: TFLOP/s, ratios, and shares of the
-chip's own matmul rate.
+chip's own matmul rate. models=all measures the layers of models, with their windows and sinks.
 
 FLOPs are those of the visible pairs, 4·pairs·H·D forward and 2.5 times that backward, whatever a
 kernel recomputes. All backends get the same random inputs and are timed in turn, round by round, so
@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import distributions
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,10 +40,55 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sdpa-flash": ("sdpa", {"kernel": "flash"}),
     "sdpa-cudnn": ("sdpa", {"kernel": "cudnn"}),
     "flex": ("flex", {}),
-    **{f"flash-attention-{version}": ("flash_attn", {"version": version}) for version in (4, 3, 2)},
+    "flash-attention-4": ("flash_attention_4", {}),
+    "cudnn-flex": ("cudnn_flex", {}),
+    **{f"flash-attention-{version}": ("flash_attn", {"version": version}) for version in (3, 2)},
 }
+PACKAGES = ("flash-attn-4", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "flash-attn")
+FAR_OFF = 0.2  # relative differences to the first backend's results, summed; rounding makes 0.05
 COLUMNS = ["backend", *(f"{p} {of}" for p in PARTS for of in ("ms", "TFLOP/s", "×")), "skipped"]
 BYTES_PER_TOKEN = 4  # of the embedded corpus, about
+
+
+class Case(NamedTuple):
+    """Heads and tokens, and which keys a query sees: the last `window` of its `document`."""
+
+    mask: str
+    head_size: int
+    tokens: int
+    batch: int
+    heads: int
+    kv_heads: int
+    window: int | None = None
+    document: int | None = None  # tokens in each; None: as the embedded corpus has them
+    sinks: bool = False
+    softcap: float | None = None
+
+
+def layer(heads: int, kv_heads: int, head_size: int, **more: Any) -> Case:
+    """Return the case of a model's layer in one row of 65,536 tokens, or 16,384 if each query sees
+    all before it.
+    """
+    mask = "documents" if "document" in more else "window" if "window" in more else "causal"
+    tokens = 16384 if mask == "causal" else 65536
+    return Case(mask, head_size, tokens, 1, heads, kv_heads, **more)
+
+
+MODELS = {
+    "gpt-oss-window": layer(64, 8, 64, window=128, sinks=True),
+    "gpt-oss-window-packed": layer(64, 8, 64, window=128, sinks=True, document=3000),
+    "gpt-oss-full": layer(64, 8, 64, sinks=True),
+    "gpt-oss-full-packed": layer(64, 8, 64, sinks=True, document=3000),
+    "gemma-3-1b-window": layer(4, 1, 256, window=512),
+    "gemma-3-1b-window-packed": layer(4, 1, 256, window=512, document=3000),
+    "gemma-2-9b-window": layer(16, 8, 256, window=4096, softcap=50.0),
+    "olmo-3-7b-window": layer(32, 32, 128, window=4096),
+    "mistral-7b-window": layer(32, 8, 128, window=4096),
+    "phi-3-mini-full": layer(32, 32, 96),
+    "llama-3.2-1b-packed": layer(32, 8, 64, document=3000),
+    "llama-3-8b-full": layer(32, 8, 128),
+    "llama-3-8b-packed": layer(32, 8, 128, document=3000),
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +103,7 @@ class Options(Group):
     channels: int = key(2048, "query heads × head size")
     row_tokens: int = key(16384, "batch × length, up to that length")
     window: int = key(1024, "keys of masks=window")
+    models: tuple[str, ...] = key((), "layers of models instead; all", choices=("all", *MODELS))
     repeats: int = key(30, "rounds at most; at least 3")
     seconds: int = key(170, "for everything, about")
     out: str = key("results/attention", "writes .json")
@@ -73,11 +120,14 @@ def run(options: Options, command: str) -> None:
         raise ValueError("attention: measures GPU kernels, and there is no CUDA GPU here")
     ceiling = matmul_tflops()
     print(f"this chip's bf16 matrix product: {ceiling:.0f} TFLOP/s")
-    result = {"command": command, **machine(), "matmul_tflops": ceiling}
+    installed = {found.name: found.version for found in distributions() if found.name in PACKAGES}
+    result = {"command": command, **machine(), "peers": installed, "matmul_tflops": ceiling}
     result |= {"reference": options.reference, "rows": []}
     for row in rows_of(options, ceiling):
         result["rows"].append(row)
         write_json(Path(f"{options.out}.json"), result)  # an interruption loses no row
+    if options.models:
+        print(table(result["rows"]))
     print(f"wrote {options.out}.json")
 
 
@@ -86,26 +136,33 @@ def rows_of(options: Options, ceiling: float, device: str = "cuda") -> Iterator[
     import torch._functorch.config as functorch_config
 
     end = time.perf_counter() + options.seconds
-    cases = list(itertools.product(options.masks, options.head_sizes, options.lengths))
-    for number, (mask, head_dim, length) in enumerate(cases):
+    cases = cases_of(options)
+    for number, (title, case) in enumerate(cases.items()):
         seconds = (end - time.perf_counter()) / (len(cases) - number)
         # Lets a compiled backward be timed again and again
         with functorch_config.patch(donated_buffer=False):
-            rows = measure(options, mask, head_dim, length, seconds, device, ceiling)
-        lines = [readable(row) for row in rows]
-        grid(f"{mask}, head size {head_dim}, {length:,} tokens", COLUMNS, lines)
+            rows = measure(options, case, seconds, device, ceiling)
+        if options.models:
+            rows = [{"model": title} | row for row in rows]
+        grid(title, COLUMNS, [readable(row) for row in rows])
         yield from rows
 
 
-def measure(
-    options: Options,
-    mask_name: str,
-    head_dim: int,
-    length: int,
-    seconds: float,
-    device: str,
-    ceiling: float,
-) -> list[Row]:
+def cases_of(options: Options) -> dict[str, Case]:
+    """Return title → case, of models or of masks × head sizes × lengths."""
+    if options.models:
+        chosen = MODELS if "all" in options.models else options.models
+        return {name: MODELS[name] for name in chosen}
+    cases = {}
+    for mask, size, length in itertools.product(options.masks, options.head_sizes, options.lengths):
+        heads, batch = options.channels // size, max(1, options.row_tokens // length)
+        window = options.window if mask == "window" else None
+        title = f"{mask}, head size {size}, {length:,} tokens"
+        cases[title] = Case(mask, size, length, batch, heads, heads, window)
+    return cases
+
+
+def measure(options: Options, case: Case, seconds: float, device: str, ceiling: float) -> list[Row]:
     """Return a row per backend: milliseconds, TFLOP/s, share of the `ceiling`, ratio to the
     reference; or why it was `skipped`.
 
@@ -113,25 +170,37 @@ def measure(
     """
     import torch
 
-    B, H = max(1, options.row_tokens // length), options.channels // head_dim
-    case = {"mask": mask_name, "head_size": head_dim, "tokens": length, "batch": B, "heads": H}
-    rows: dict[str, Row] = {name: case | {"backend": name} for name in options.backends}
+    B, T, H, D = case.batch, case.tokens, case.heads, case.head_size
+    of_case = {name: value for name, value in case._asdict().items() if value}
+    rows: dict[str, Row] = {name: of_case | {"backend": name} for name in options.backends}
     if seconds < 0:
         over = f"{options.seconds} s were over; give more seconds="
         return [row | {"skipped": over} for row in rows.values()]
-    mask = build_mask(options, mask_name, B, length)
-    flops = 4 * mask.pairs(B, length, length) * H * head_dim
-    bound = mask.bind(B, length, length, device)
-    generator = torch.Generator(device).manual_seed(length)
-    shape, kind = (B, length, H, head_dim), {"device": device, "dtype": torch.bfloat16}
-    q, k, v, do = (torch.randn(shape, generator=generator, **kind) for _ in range(4))
-    for x in (q, k, v):
+    mask = build_mask(case)
+    flops = 4 * mask.pairs(B, T, T) * H * D
+    bound = mask.bind(B, T, T, device)
+    generator = torch.Generator(device).manual_seed(T)
+
+    def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    q, k, v, do = (random(B, T, heads, D) for heads in (H, *[case.kv_heads] * 2, H))
+    inputs = [q, k, v, *([random(H, dtype=torch.float32)] if case.sinks else ())]
+    for x in inputs:
         x.requires_grad_()
     calls: dict[tuple[str, str], Callable[[], Any]] = {}
     started, ran = time.perf_counter(), ""
+    expected: list[Any] = []
     for name, row in rows.items():
         try:
-            row["kernel"], forward, backward = prepared(name, q, k, v, do, bound)
+            row["kernel"], forward, backward = prepared(name, inputs, bound, case.softcap, do)
+            # A peer that reads its arguments otherwise computes something else
+            actual = [x.detach() for x in (forward(), *backward())]
+            expected = expected or actual
+            pairs = zip(actual, expected, strict=True)
+            off = sum(float((x - y).norm() / y.norm()) for x, y in pairs)
+            if not off < FAR_OFF:  # NaN too
+                raise ValueError(f"results {off:.0%} off those of the first backend")
         except Exception as error:  # whatever a peer may raise for what it cannot do
             row["skipped"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
             continue
@@ -144,38 +213,87 @@ def measure(
     if calls:
         times = samples(calls, options.repeats, seconds - (time.perf_counter() - started))
     middle = {call: median(of_call) for call, of_call in times.items()}
-    for name in dict.fromkeys(name for name, _ in calls):
-        fill(rows[name], middle, options.reference, flops, ceiling)
+    ran_here = dict.fromkeys(name for name, _ in calls)
+    ours = next((name for name in ran_here if PEERS[name][0] == "flash"), "")
+    for name in ran_here:
+        fill(rows[name], middle, options.reference, ours, flops, ceiling)
         for part in ("forward", "backward"):
             rows[name][f"{part}_spread"] = round(spread(times[name, part]), 3)
     return list(rows.values())
 
 
 def prepared(
-    name: str, q: Any, k: Any, v: Any, do: Any, mask: Any
+    name: str, inputs: list[Any], mask: Any, softcap: float | None, do: Any
 ) -> tuple[str, Callable[[], Any], Callable[[], Any]]:
-    """The kernel that a backend runs, its forward and its backward, both run once."""
+    """The kernel that a backend runs, its forward and its backward, both run once.
+
+    `inputs` are q, k, v and perhaps sinks.
+    """
     import torch
 
     from longctx.attention import attention, kernels_run
 
     backend, extra = PEERS[name]
-    forward = partial(attention, q, k, v, mask=mask, backend=backend, **extra)
+    q, k, v, *sinks = inputs
     strict = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(strict or name == "flash-deterministic", warn_only=True)
     try:
-        out = forward()  # which decides what backward will run
-        ran = kernels_run()[backend]
+        if backend in OTHERS:
+            forward, ran = OTHERS[backend](*inputs, mask=mask, softcap=softcap), name
+            out = forward()
+        else:
+            scores = {"sinks": sinks[0] if sinks else None, "softcap": softcap}
+            forward = partial(attention, q, k, v, mask=mask, backend=backend, **scores, **extra)
+            out = forward()  # which decides what backward will run
+            ran = kernels_run()[backend]
     finally:
         torch.use_deterministic_algorithms(strict)
-    backward = partial(torch.autograd.grad, out, (q, k, v), do, retain_graph=True)
+    backward = partial(torch.autograd.grad, out, inputs, do, retain_graph=True)
     backward()
     if q.is_cuda:
         torch.cuda.synchronize()
     return ran, forward, backward
 
 
-def fill(row: Row, times: dict[Any, float], reference: str, flops: float, ceiling: float) -> None:
+def flash_attention_4(
+    q: Any, k: Any, v: Any, sinks: Any = None, *, mask: Any, softcap: float | None
+) -> Callable[[], Any]:
+    """Return FlashAttention-4's own call: attention=flash_attn gives it no sinks and no softcap."""
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    window = (None, None) if mask.window is None else (mask.window - 1, 0)
+    options: dict[str, Any] = {"causal": mask.kind != "full", "window_size": window}
+    options |= {"learnable_sink": sinks, "softcap": softcap or 0.0}
+    if mask.kind != "documents":
+        return lambda: flash_attn_func(q, k, v, **options)[0]
+    options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), mask.offsets)
+    options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max(mask.lengths))
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    return lambda: flash_attn_varlen_func(*flat, **options)[0].view_as(q)
+
+
+def cudnn_flex(
+    q: Any, k: Any, v: Any, sinks: Any = None, *, mask: Any, softcap: float | None
+) -> Callable[[], Any]:
+    """Return the call of nvidia-cudnn-frontend's flex attention, with a plan made beforehand."""
+    import torch
+    from cudnn.flex_attention import create_mask_plan, flex_attn_func
+
+    if sinks is not None or softcap is not None:
+        raise ValueError("it has no sinks and no softcap")
+    # The keys that a query sees are [0, 0) and [first, last + 1)
+    ends = torch.stack([torch.zeros_like(mask.first), mask.first, mask.last + 1]).int()
+    ends = ends.expand(3, *q.shape[:2]).reshape(1, 3, -1).contiguous()
+    plan = create_mask_plan(ends, q, k, v)
+    return lambda: flex_attn_func(q, k, v, mask_plan=plan)
+
+
+OTHERS = {call.__name__: call for call in (flash_attention_4, cudnn_flex)}
+
+
+def fill(
+    row: Row, times: dict[Any, float], reference: str, ours: str, flops: float, ceiling: float
+) -> None:
     """The figures of one backend, from the milliseconds of all."""
 
     def ms(name: str, part: str) -> float:
@@ -191,6 +309,8 @@ def fill(row: Row, times: dict[Any, float], reference: str, flops: float, ceilin
         }
         if (reference, "forward") in times:
             row[f"{part}_ratio"] = round(ms(reference, part) / own, 3)
+        if ours:
+            row[f"{part}_ours_over_it"] = round(own / ms(ours, part), 3)
 
 
 def readable(row: Row) -> Row:
@@ -205,17 +325,36 @@ def readable(row: Row) -> Row:
     return line
 
 
-def build_mask(options: Options, name: str, B: int, length: int) -> Any:
-    """The mask of a benchmark for B rows of `length` tokens."""
+def table(rows: list[Row]) -> str:
+    """Return rows of models as Markdown: how many times as fast as each peer `flash` is."""
+    peers = dict.fromkeys(row["backend"] for row in rows if PEERS[row["backend"]][0] != "flash")
+    head = ["layer", "heads", "tokens", "kernel, ms", *(f"× {name}" for name in peers)]
+    lines = [f"| {' | '.join(head)} |", f"|---|---|{'---:|' * (len(head) - 2)}"]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        of = {row["backend"]: row for row in rows if row["model"] == model}
+        case = next(iter(of.values()))
+        ran = [row for name, row in of.items() if name not in peers and "both_ms" in row]
+        cells = [model, "{heads}/{kv_heads} of {head_size}".format(**case), f"{case['tokens']:,}"]
+        cells.append(f"{ran[0]['backend']}, {ran[0]['both_ms']:.2f}" if ran else "")
+        for name in peers:
+            ratios = [of.get(name, {}).get(f"{part}_ours_over_it") for part in PARTS]
+            cells.append(" / ".join(f"{ratio:.2f}" for ratio in ratios if ratio))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def build_mask(case: Case) -> Any:
+    """Return the mask of a case."""
     import torch
 
     from longctx.attention import Mask
 
-    if name == "documents":
-        return Mask.documents(torch.from_numpy(packed_rows(B, length)))
-    return {"causal": Mask.causal(), "full": Mask.full(), "window": Mask.causal(options.window)}[
-        name
-    ]
+    if case.mask == "documents":
+        ids = torch.arange(case.tokens).expand(case.batch, -1) // (case.document or 1)
+        if case.document is None:
+            ids = torch.from_numpy(packed_rows(case.batch, case.tokens))
+        return Mask.documents(ids, case.window)
+    return Mask.full() if case.mask == "full" else Mask.causal(case.window)
 
 
 def packed_rows(B: int, length: int) -> np.ndarray:

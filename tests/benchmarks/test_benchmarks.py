@@ -1,6 +1,9 @@
 """A smoke test of each benchmark, tiny and on a CPU, and what one computes once."""
 
 import json
+import sys
+from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -8,6 +11,8 @@ import torch
 from benchmarks import attention, cards, context, memory, points, reference, steps
 from benchmarks.points import point, training_run
 from benchmarks.words import BENCHMARKS, main
+from longctx.attention import Mask
+from longctx.attention import attention as longctx_attention
 from longctx.config import fields
 from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
@@ -69,6 +74,69 @@ def test_attention_is_measured_or_skipped(monkeypatch):
     assert flash["both_ms"] == pytest.approx(flash["forward_ms"] + flash["backward_ms"], abs=1e-3)
     assert sdpa["forward_ratio"] == sdpa["both_ratio"] == 1.0
     assert portable["skipped"] and flex["skipped"]
+
+
+def fake_packages(off: int):
+    """Return modules with the calls of FlashAttention-4 and of cuDNN's flex attention as their
+    packages document them, computed by naive; windows are `off` too long.
+    """
+
+    def flash_attn_func(q, k, v, causal, window_size, learnable_sink, softcap):
+        window = None if window_size == (None, None) else window_size[0] + 1 + off
+        assert causal and window_size[1] in (None, 0)
+        more = {"sinks": learnable_sink, "softcap": softcap or None, "return_lse": True}
+        return longctx_attention(q, k, v, mask=Mask.causal(window), backend="naive", **more)
+
+    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, **more):
+        lengths = cu_seqlens_q.diff()
+        assert cu_seqlens_k.equal(cu_seqlens_q) and max_seqlen_q == more.pop("max_seqlen_k")
+        assert max_seqlen_q == lengths.max()
+        pieces = zip(*(x[None].split(lengths.tolist(), 1) for x in (q, k, v)), strict=True)
+        outs = [flash_attn_func(*piece, **more)[0][0] for piece in pieces]
+        return torch.cat(outs), None
+
+    def flex_attn_func(q, k, v, mask_plan):
+        nothing, first, end = mask_plan[0].unflatten(1, q.shape[:2])
+        assert not nothing.any() and end.dtype == torch.int32
+        return longctx_attention(q, k, v, mask=Mask.intervals(first, end - 1), backend="naive")
+
+    flash_attn, cudnn = ModuleType("flash_attn.cute"), ModuleType("cudnn.flex_attention")
+    flash_attn.flash_attn_func = flash_attn_func
+    flash_attn.flash_attn_varlen_func = flash_attn_varlen_func
+    cudnn.create_mask_plan, cudnn.flex_attn_func = lambda ends, q, k, v: ends, flex_attn_func
+    return {"flash_attn.cute": flash_attn, "cudnn.flex_attention": cudnn}
+
+
+@pytest.mark.no_gpu
+def test_layers_of_models_are_measured_by_each_peer(monkeypatch, capsys):
+    few = ("flash", "flash-portable", "sdpa-flash", "flash-attention-4", "cudnn-flex")
+    small = {}
+    for name, case in attention.MODELS.items():
+        heads = {"heads": min(case.heads, 8), "kv_heads": min(case.kv_heads, 2), "head_size": 16}
+        mask = {"window": case.window and 9, "document": case.document and 33, "tokens": 132}
+        small[name] = case._replace(**heads, **mask)
+    monkeypatch.setattr(attention, "MODELS", small)
+    options = attention.Options(models=("all",), repeats=3, seconds=60, backends=few)
+    for name, module in fake_packages(0).items():
+        monkeypatch.setitem(sys.modules, name.partition(".")[0], ModuleType("parent"))
+        monkeypatch.setitem(sys.modules, name, module)
+    rows = {(row["model"], row["backend"]): row for row in attention.rows_of(options, 1.0, "cpu")}
+    for name, case in small.items():
+        assert rows[name, "flash"]["both_ours_over_it"] == 1.0
+        assert rows[name, "flash-attention-4"]["both_ours_over_it"] > 0
+        plain = not case.sinks and case.softcap is None
+        for peer in ("sdpa-flash", "cudnn-flex"):
+            assert ("skipped" in rows[name, peer]) is not plain, rows[name, peer]
+    lines = attention.table(list(rows.values())).splitlines()
+    assert len(lines) == 2 + len(small)
+    assert lines[2].startswith("| gpt-oss-window | 8/2 of 16 | 132 | flash, ")
+    # A peer that reads its arguments otherwise is in no table
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", fake_packages(1)["flash_attn.cute"])
+    of_phi, of_olmo = (
+        list(attention.rows_of(replace(options, models=(name,)), 1.0, "cpu"))[3]
+        for name in ("phi-3-mini-full", "olmo-3-7b-window")
+    )
+    assert "skipped" not in of_phi and "off those of the first" in of_olmo["skipped"]
 
 
 @pytest.mark.slow
