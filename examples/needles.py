@@ -45,7 +45,7 @@ class Needles(Source):
     def open(self, config: DataConfig, without: Set[bytes]) -> Corpus:
         filler = SOURCES["text" if config.paths() else "embedded"].open(config, without)
         left_out = hashlib.sha256(b"".join(sorted(without))).hexdigest()
-        identity = [filler.identity, "needles 4", config.length, EVERY, left_out]
+        identity = [filler.identity, "needles 5", config.length, EVERY, left_out]
         count = config.documents or DOCUMENTS
         read = partial(documents, filler, without, count, config.length)
         return Corpus(identity, [Shard("needles", read)], count)
@@ -54,7 +54,7 @@ class Needles(Source):
 def documents(filler: Corpus, without: Set[bytes], count: int, length: int) -> Iterator[Document]:
     """Make `count` documents of about `length` characters."""
     shards = [Shard(shard.name, partial(allowed, shard, without)) for shard in filler.shards]
-    text = "\n".join(Corpus(None, shards).sample(FILLER_LIMIT))
+    text = "\n".join(Corpus(None, shards).sample(FILLER_LIMIT, FILLER_LIMIT // 8))
     for index in range(count):
         rng = random.Random(f"train {index}")  # seeded by the text, the same in every process
         # Facts and questions take a third of the document, until every city has one

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 _VERSION = 1
 _MIX = "mix 1"
 SAMPLE = 16 << 20  # characters that a BPE is trained on
+PIECE = 4096  # characters that are drawn together for it
+_SAMPLE = "sample 2"  # of the cache; raised when the same documents would have another sample
 SPLITS = ("train", "val")
 
 
@@ -313,7 +315,7 @@ def _tokenizer(
         return Tokenizer.load(config.tokenizer), corpora
 
     def write(folder: Path) -> None:
-        texts = (text for corpus in corpora.values() for text in corpus.sample(size))
+        texts = (text for corpus in corpora.values() for text in corpus.sample(size, PIECE))
         with progress(f"training a tokenizer of {config.vocab_size:,} tokens"):
             train(texts, config.vocab_size).save(folder / "tokenizer.json")
 
@@ -322,7 +324,7 @@ def _tokenizer(
     identities: list[Any] = [_MIX, [corpus.identity for corpus in corpora.values()]]
     if not config.mix:
         identities = [_identity(config, corpora[""])]
-    key = fingerprint([*identities, config.vocab_size])
+    key = fingerprint([_SAMPLE, *identities, config.vocab_size])
     return Tokenizer.load(cached(config.cache_folder() / "tokenizers" / key, write)), corpora
 
 

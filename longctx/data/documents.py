@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from longctx.config.fields import refuse
@@ -84,24 +85,26 @@ class Corpus:
         for shard in self.shards:
             yield from shard.documents()
 
-    def sample(self, characters: int) -> Iterator[str]:
-        """Read texts of about `characters` in all, from shards in a shuffled but fixed order.
+    def sample(self, characters: int, piece: int) -> list[str]:
+        """Return at most `characters` of all documents, in pieces of `piece` characters.
 
-        No shard gives more than an eighth, unless there are fewer than eight.
+        The pieces with the smallest hashes of name and position are drawn, so the same documents in
+        another order have the same sample. No more than it and a document are in memory.
         """
-        # The first shards alone, such as one folder's, would bias the vocabulary.
-        quota = max(characters // len(self.shards), characters // 8)
-        for shard in sorted(self.shards, key=lambda shard: exact_key(shard.name)):
-            left = min(quota, characters)
-            for document in shard.documents():
-                yield document.text[:left]
-                used = min(left, len(document.text))
-                left -= used
-                characters -= used
-                if left <= 0:
-                    break
-            if characters <= 0:
-                return
+        drawn: list[tuple[int, str]] = []  # a heap; the largest hash first
+        held, limit = 0, -(1 << 128)
+        for document in self.documents():
+            for first in range(0, len(document.text), piece):
+                negated = -int.from_bytes(exact_key(f"{document.name} {first}"), "big")
+                if negated > limit:
+                    text = document.text[first : first + piece]
+                    heappush(drawn, (negated, text))
+                    held += len(text)
+                # What was left out once stays out, even if a shorter piece had room
+                while held > characters:
+                    limit, text = heappop(drawn)
+                    held -= len(text)
+        return [text for _, text in sorted(drawn, reverse=True)]
 
 
 def exact_key(text: str) -> bytes:

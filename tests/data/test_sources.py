@@ -5,6 +5,7 @@ checks that all of them share.
 import os
 import re
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Set
 from dataclasses import replace
 from pathlib import Path
@@ -93,10 +94,26 @@ def test_embedded_has_both_libraries():
     left_out = {"site-packages", "test", "tests", "encodings", "_vendor"}
     assert not [name for name in names if left_out & set(name.split("/"))]
     assert corpus.total == len(names) == len(set(names))
-    sample = list(corpus.sample(300_000))
-    assert sample == list(open_corpus(DataConfig()).sample(300_000))
-    assert 250_000 < sum(map(len, sample)) <= 300_000
-    assert len(sample) >= 8
+    sample = corpus.sample(300_000, 4096)
+    assert sample == Corpus(None, corpus.shards[::-1]).sample(300_000, 4096)
+    assert 290_000 < sum(map(len, sample)) <= 300_000
+    assert max(map(len, sample)) == 4096
+    # Of all documents by their size, not of the first ones alone
+    texts = [document.text for document in corpus.documents()]
+    whole = sum(map(len, texts))
+    for half in (texts[: len(texts) // 2], texts[len(texts) // 2 :]):
+        found = sum(any(piece in text for text in half) for piece in sample)
+        assert found / len(sample) == pytest.approx(sum(map(len, half)) / whole, abs=0.15)
+
+
+def test_a_small_corpus_is_sampled_whole(corpus):
+    opened = open_corpus(DataConfig(source="text", path=str(corpus)))
+    texts = Counter(document.text for document in opened.documents() if document.text)
+    assert Counter(opened.sample(10**6, 10**5)) == texts
+    characters = sum(map(len, "".join(texts.elements())))
+    assert sum(map(len, opened.sample(characters, 7))) == characters
+    assert len("".join(opened.sample(characters // 2, 7))) > characters // 2 - 7
+    assert opened.sample(1, 7) == []
 
 
 def test_a_file_changed_at_the_same_size_is_read_again(tmp_path, monkeypatch):
