@@ -26,6 +26,8 @@ class DataConfig(Group):
         and `label`; set by objective=
     turns: conversations: the answers that are learned; all, those of the last turn, or (auto) all
         unless the template rewrites earlier turns, as Qwen3's does
+    filter: gzip: the fifth of the documents that compresses least, and most, is left out
+    lengths: weights by the tokens of a document, such as {8k-32k: 2, 32k-: 5}; others: 1
     packing: several documents in a sequence; false: one in each, for a model whose layers mix them
     replace_tokenizer: with init=: the tokenizer may give other texts to ids that the weights know
     val_fraction: share of the text that validates: whole documents by their hash, else the end of
@@ -46,6 +48,10 @@ class DataConfig(Group):
     files: Any = key(None, "hub: the files of the data set to read; null: those of its split")
     revision: str | None = key(None, "hub: tag, branch, commit (a run keeps that); null: newest")
     documents: int | None = positive(None, "documents to read at most; null: all", limit=10**12)
+    min_tokens: int | None = positive(None, "documents with fewer are left out: 8k", unit=1024)
+    max_tokens: int | None = positive(None, "documents with more are left out: 128k", unit=1024)
+    filter: str | None = key(None, choices=("gzip",))
+    lengths: dict[str, Any] = key({})
     length: int = key(8192, "characters of each document (own sources)", between=(256, 2**30))
     mix: dict[str, Any] = key({}, "mix: data.mix.NAME.KEY=..., any key of data, and weight")
     packing: bool = key(True)
@@ -62,11 +68,6 @@ class DataConfig(Group):
     def data_files(self) -> list[str]:
         """Return `files` as a list of strings."""
         return _strings("data.files", self.files)
-
-    @property
-    def why_left_out(self) -> str:
-        """Return the reason for which documents are left out and counted."""
-        return "with equal answers" if self.preferences else "without text"
 
     def cache_folder(self) -> Path:
         """Return the folder for everything built from documents, without creating it."""

@@ -14,6 +14,7 @@ and it takes 3 s.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from copy import copy
@@ -26,10 +27,13 @@ import numpy as np
 from longctx import untrusted
 from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.fields import refuse
+from longctx.data import far_back
 from longctx.data.cache import cached, fingerprint
 from longctx.data.documents import Corpus
-from longctx.data.packing import Packing, pack
+from longctx.data.length_ranges import length_ranges
+from longctx.data.packing import Packing, joined, pack
 from longctx.data.preferences import CHOSEN, REJECTED, fitted, sides_of
+from longctx.data.selection import grouped, selected
 from longctx.data.sources import mix
 from longctx.data.sources.registry import check, open_corpus
 from longctx.data.split import by_hash
@@ -92,8 +96,10 @@ class SourcePart:
     def __post_init__(self) -> None:
         validates = self.trained < self.store.lengths
         self.split = {"train": np.flatnonzero(self.trained), "val": np.flatnonzero(validates)}
+        self.group, self.weights = grouped(self.config, self.store.lengths)
         # Ranks and a resumed run compare this: it covers all that decides a sequence but its length
         content = [self.store.content(), self.tokenizer.fingerprint, self.trained.tolist()]
+        content += [ranges] if (ranges := length_ranges(self.config)) else []
         self.fingerprint = fingerprint([_VERSION, *content])
 
     def packed(self, seq_len: int, together: bool = True) -> SourcePart:
@@ -107,8 +113,14 @@ class SourcePart:
                 shown = stops - starts - (stops < self.store.lengths[documents])
                 if self.store.has_sides:
                     shown = fitted(self.store, documents, seq_len, self.tokenizer.bos_id)
-                packing = pack(shown, seq_len, documents, starts, together)
-                packing.save(folder / f"{split}.npz")
+                # Of a sequence to draw by its weight, all documents have that weight
+                group = self.group[documents] * (split == "train")
+                members = [group == number for number in range(group.max(initial=0) + 1)]
+                packings = [
+                    pack(shown[own], seq_len, documents[own], starts[own], together)
+                    for own in members
+                ]
+                joined(packings).save(folder / f"{split}.npz")
 
         key = fingerprint([self.fingerprint, seq_len, "together" if together else "alone"])
         folder = cached(self.config.cache_folder() / "packings" / key, write)
@@ -124,6 +136,29 @@ class SourcePart:
         if split == "train":
             return np.zeros_like(trained), trained
         return trained, self.store.lengths[documents]
+
+    def groups(self) -> list[tuple[int, float]]:
+        """Count the training sequences of each group of lengths, in order, with the share of
+        samples that draws from them.
+        """
+        packing = self.packings["train"]
+        group = self.group[packing.document[packing.bounds[:-1]]]
+        counts = np.bincount(group, minlength=len(self.weights))
+        shares = counts * self.weights / (counts @ self.weights)
+        groups = zip(counts.tolist(), shares.tolist(), strict=True)
+        return [(count, share) for count, share in groups if count]
+
+    def share_beyond(self, limit: int) -> float:
+        """Return the share of tokens in training with more than `limit` of their document before
+        them in the sequence.
+        """
+        packing, far, tokens, first = self.packings["train"], 0.0, 0.0, 0
+        for count, share in self.groups():
+            pieces = packing.length[slice(*packing.bounds[[first, first + count]])]
+            far += share * far_back.beyond(pieces, limit) / count
+            tokens += share * float(pieces.sum()) / count
+            first += count
+        return far / tokens
 
     def sequences(self, split: str) -> PackedSequences:
         """Return the sequences of `train` or `val`."""
@@ -238,8 +273,10 @@ class Data:
         """Return the endless order of the sequences of `train`."""
         from longctx.data.sequences import SampleStream
 
-        counts = [part.packings["train"].sequences for part in self.parts.values()]
-        return SampleStream(counts, self.weights, seed, rank, world_size, consumed)
+        parts = zip(self.parts.values(), self.weights, strict=True)
+        groups = [(n, weight * share) for part, weight in parts for n, share in part.groups()]
+        counts, weights = zip(*groups, strict=True)
+        return SampleStream(counts, weights, seed, rank, world_size, consumed)
 
     def documents(self, split: str = "val") -> Iterator[EncodedDocument]:
         """Read the documents of `train` or `val`, not cut into sequences, in their fixed order."""
@@ -250,9 +287,19 @@ class Data:
     def summary(self) -> dict[str, Any]:
         """Count over all sources, and under `mix` for each; see `SourcePart.summary`."""
         each = [part.summary() for part in self.parts.values()]
+        reasons = sum((Counter(part.store.left_out) for part in self.parts.values()), Counter())
+        about = {
+            "left_out": ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()),
+            "far_back": "",
+        }
+        # Answers that are compared are parts of a document
+        if not any(part.store.has_sides for part in self.parts.values()):
+            shares = {name: part.share_beyond for name, part in self.parts.items()}
+            longest = int(self.lengths.max())
+            about["far_back"] = far_back.line(shares, longest, self.seq_len)
         if not self.config.mix:
-            return each[0]
-        counts: dict[str, Any] = {
+            return each[0] | about
+        counts: dict[str, Any] = about | {
             "source": "mix",
             "vocab_size": self.tokenizer.vocab_size,
             "seq_len": self.seq_len,
@@ -376,4 +423,5 @@ def _tokenized(name: str, config: DataConfig, corpus: Corpus, tokenizer: Tokeniz
 
     key = fingerprint([_identity(config, corpus), tokenizer.fingerprint])
     with _named(name):
-        return Store(cached(config.cache_folder() / "documents" / key, write))
+        store = Store(cached(config.cache_folder() / "documents" / key, write))
+        return selected(store, corpus, config)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from longctx import hub_snapshot
 from longctx.config.data_config import SOURCES, DataConfig
+from longctx.data import far_back
 from longctx.tables import console, grid
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ def print_tables(data: Data) -> None:
         for split in ("train", "val")
     ]
     grid(f"Sequences of {counts['seq_len']:,} tokens", list(splits[0]), splits)
+    rows = far_back.table({name: part.store.lengths for name, part in data.parts.items()})
+    grid("Share of tokens with more than N tokens of their document before them", [*rows[0]], rows)
+    console().print(f"{counts['far_back']}\n")
     if "mix" in counts:
         columns = ["name", "weight", "documents", "tokens", "train_sequences"]
         grid("Sources", columns, [{"name": name} | part for name, part in counts["mix"].items()])
@@ -78,8 +82,8 @@ def overview(data: Data, counts: dict[str, Any]) -> Iterator[str]:
     """Yield a line for each count of the whole data set."""
     import numpy as np
 
-    empty, total = counts["documents_dropped"], counts["tokens"]
-    about = f" ({empty:,} {data.config.why_left_out} left out)" if empty else ""
+    total = counts["tokens"]
+    about = f" ({counts['left_out']} left out)" if counts["left_out"] else ""
     yield f"{counts['documents']:,} documents{about}, {counts['bytes']:,} bytes"
     if others := SOURCES[data.config.source].left_out(data.config):
         yield f"files not read: {others}"

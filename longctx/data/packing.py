@@ -9,6 +9,7 @@ them, so a million documents take a second. For language models: Ding et al. 202
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,14 @@ class Packing:
     def load(cls, path: Path) -> Packing:
         with np.load(path) as arrays:
             return cls(**arrays)
+
+
+def joined(packings: Sequence[Packing]) -> Packing:
+    """Return the sequences of one packing after those of another."""
+    names = ("document", "start", "length")
+    document, start, length = (np.concatenate([vars(x)[name] for x in packings]) for name in names)
+    counts = np.concatenate([[0], *(np.diff(x.bounds) for x in packings)])
+    return Packing(document, start, length, np.cumsum(counts, dtype=np.int64))
 
 
 def cut(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -30,21 +30,23 @@ _BATCH = 8 << 20  # characters tokenized and written together
 
 
 class Store:
-    """The tokenized documents in `folder`. Pickled as the folder's name, for worker processes.
+    """The tokenized documents in `folder`. Worker processes open it anew.
 
     lengths: (documents,) tokens of each. n_bytes: (documents,) of the text in UTF-8.
     keys: (documents, 16) `exact_key`. dropped: a count of documents with nothing to predict.
+    left_out: the counts of documents that are not used, by reason.
     shortened: a count of conversations that are learned in their last turn alone, because the chat
     template rewrites the turns before. has_answers: documents are conversations, or compared
     answers. has_sides: the latter.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, rows: np.ndarray | None = None):
+        """Open the documents in `rows` of the file, (documents,) int64; None: all."""
         self.folder = folder
         with pa.memory_map(str(folder / "documents.arrow")) as source:
             self.table = pa.ipc.open_stream(source).read_all()
         with np.load(folder / "documents.npz") as arrays:
-            self.keys: np.ndarray = arrays["keys"]
+            keys: np.ndarray = arrays["keys"]
             self.dropped = int(arrays["dropped"])
             self.shortened = int(arrays["shortened"]) if "shortened" in arrays else 0
         chunks = self.table.column("input_ids").chunks
@@ -56,16 +58,21 @@ class Store:
         self.has_sides = any((marks > 1).any() for marks in self._marks or [])
         # First and last + 1 token of each document, counted in its chunk.
         offsets = [view(chunk.offsets).astype(np.int64) for chunk in chunks]
-        self._first = np.concatenate([bounds[:-1] for bounds in offsets])
-        self._chunk = np.repeat(np.arange(len(chunks)), [len(chunk) for chunk in chunks])
-        self.lengths = np.concatenate([np.diff(bounds) for bounds in offsets])
-        self.n_bytes = np.concatenate(list(map(view, self.table.column("n_bytes").chunks)))
+        self.rows = np.arange(len(keys)) if rows is None else rows
+        self.keys = keys[self.rows]
+        self._first = np.concatenate([bounds[:-1] for bounds in offsets])[self.rows]
+        self._chunk = np.repeat(np.arange(len(chunks)), [len(chunk) for chunk in chunks])[self.rows]
+        self.lengths = np.concatenate([np.diff(bounds) for bounds in offsets])[self.rows]
+        n_bytes = list(map(view, self.table.column("n_bytes").chunks))
+        self.n_bytes = np.concatenate(n_bytes)[self.rows]
+        reason = "with equal answers" if self.has_sides else "without text"
+        self.left_out = {reason: self.dropped} if self.dropped else {}
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __reduce__(self) -> tuple[type[Store], tuple[Path]]:
-        return Store, (self.folder,)
+    def __reduce__(self) -> tuple[type[Store], tuple[Path, np.ndarray]]:
+        return Store, (self.folder, self.rows)
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return tokens `start:stop` of a document: a read-only view into the file."""
@@ -94,7 +101,7 @@ class Store:
         return any(np.isin(ids[marks & 1 > 0], list(tokens)).any() for ids, marks in batches)
 
     def name(self, document: int) -> str:
-        return str(self.table.column("name")[document])
+        return str(self.table.column("name")[int(self.rows[document])])
 
     def content(self) -> str:
         """Return a hash of all documents in order, and of the scored tokens if not all are."""

@@ -223,7 +223,7 @@ def opening(run: Run, machine: Machine) -> list[str]:
     added = workload.lora.parameters(workload.model)
     base = f" in {workload.lora.base}" if workload.lora.base else ""
     # Documents without text are counted: many of them hint at a wrong column
-    empty, documents = counts["documents_dropped"], count_of(counts["documents"], "document")
+    left_out, documents = counts["left_out"], count_of(counts["documents"], "document")
     stages = [f"{steps:,} steps at {length:,}" for length, steps in config.seq_len_schedule or []]
     # CUDA graphs are explained only if the GPU would have gained by them
     explains = workload.graphs == "auto" and workload.is_host_bound and workload.not_captured
@@ -252,10 +252,11 @@ def opening(run: Run, machine: Machine) -> list[str]:
         ),
         "data": listed(
             config.data.source,
-            documents + (f" ({empty:,} {data.config.why_left_out} left out)" if empty else ""),
+            documents + (f" ({left_out} left out)" if left_out else ""),
             f"{counts['tokens']:,} tokens",
             f"{count_of(len(data.train), 'sequence')} of {workload.seq_len:,}",
         ),
+        "far back": counts["far_back"],
         "turns": shortened
         and f"only the last of {count_of(shortened, 'conversation')} is learned: the chat template "
         "writes earlier answers differently once others follow; data.turns=all learns all",
@@ -307,7 +308,6 @@ def warnings(run: Run, counts: dict[str, Any]) -> list[str]:
     """
     config, is_new, seq_len = run.config, not run.steps_done, run.workload.seq_len
     unread_files = SOURCES[config.data.source].left_out(config.data)
-    ending = next((word.strip(",;") for word in unread_files.split() if word[0] == "."), "")
     unread_keys, trackers = config.unread(), ",".join(config.tracker)
     # The first validation only sets the loss, and the last step ends the run anyway
     validations, patience = (run.max_steps - 1) // run.val_every, config.patience
@@ -316,9 +316,7 @@ def warnings(run: Run, counts: dict[str, Any]) -> list[str]:
     is_kept = config.init is not None and config.rope.type == "keep"
     is_kept = is_kept and model.rope_scaling.get("rope_type") != "dynamic"  # stretches itself
     rows = {
-        f"not read: {unread_files}; a glob reads them, such as data.path='FOLDER/**/*{ending}'": (
-            unread_files
-        ),
+        f"not read: {unread_files}": unread_files,
         # Such a model writes on until it has written all tokens that it may
         "no target is a token at which generation stops, so answers will not end; the chat "
         "template can put one between {% generation %} and {% endgeneration %}": (

@@ -97,11 +97,12 @@ def test_the_documents_are_warned_about(tmp_path):
 def test_what_is_left_out_is_among_the_first_lines():
     counts = COUNTS | {"documents": 9, "documents_dropped": 1, "tokens": 99, "val_tokens": 0}
     counts |= {"conversations_shortened": 2, "prompts_cut": 3, "seq_len": 64}
-    config = SimpleNamespace(why_left_out="without text")
-    data: Any = SimpleNamespace(summary=lambda: counts, train=[0], config=config)
+    counts |= {"left_out": "1 without text", "far_back": "50.0% of tokens"}
+    data: Any = SimpleNamespace(summary=lambda: counts, train=[0])
     run = replace(sample_run(TrainConfig(model=GPTConfig(vocab_size=9))), data=data)
     lines = "\n".join(opening(run, Machine(0, None, 0.0)))
-    for part in ("(1 without text left out)", "data.turns=all", "3 prompts", "no document is left"):
+    parts = ("(1 without text left out)", "50.0%", "data.turns=all", "3 prompts", "no document is")
+    for part in parts:
         assert part in lines
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.fields import refuse, shown
 from longctx.data.documents import Corpus, Document, Shard
+from longctx.data.length_ranges import length_ranges
 
 
 class Source(ABC):
@@ -45,7 +46,7 @@ class Source(ABC):
         """
 
     def left_out(self, config: DataConfig) -> str:
-        """Return how many files of which endings are not read, "" if all are."""
+        """Return which files are not read and how to read them, "" if all are."""
         return ""
 
     def pinned(self, config: DataConfig) -> DataConfig:
@@ -102,6 +103,7 @@ def check(config: DataConfig) -> None:
         # A saved configuration spells out every default, also of keys that others use.
         if value not in (getattr(usual, item.name), None, "", []):
             check_used(config, item.name, value)
+    length_ranges(config)
     SOURCES[config.source].check(config)
 
 

@@ -54,7 +54,9 @@ class LocalFiles(Source):
         _find_all(config)
 
     def left_out(self, config: DataConfig) -> str:
-        return "; ".join(filter(None, (_left_out(path, config) for path in config.paths())))
+        others = "; ".join(filter(None, (_left_out(path, config) for path in config.paths())))
+        ending = next((word.strip(",;") for word in others.split() if word[0] == "."), "")
+        return others and f"{others}; a glob reads them, such as data.path='FOLDER/**/*{ending}'"
 
     def pinned(self, config: DataConfig) -> DataConfig:
         paths = list(map(absolute, config.paths()))

@@ -1,0 +1,79 @@
+"""Which documents of a source are used (data.min_tokens, data.max_tokens, data.filter), and how
+often the sequences of each are drawn (data.lengths).
+
+Documents are chosen after they are tokenized and before the split, so that other bounds reuse the
+tokens in the cache, and validation has the same kind of documents as training.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from longctx.config.data_config import DataConfig
+from longctx.config.fields import refuse
+from longctx.data.cache import cached, fingerprint
+from longctx.data.documents import Corpus, exact_key
+from longctx.data.length_ranges import length_ranges
+from longctx.data.store import Store, progress
+
+EXTREME = 5  # a fifth of the documents is left out at either end, as in OLMo 3's Longmino mix
+_GZIP = "gzip 1"  # of the cache; raised when the same text would have another ratio
+
+
+def selected(store: Store, corpus: Corpus, config: DataConfig) -> Store:
+    """Return the documents of `store` that `config` uses, and count the others by reason."""
+    minimum, maximum = config.min_tokens or 0, config.max_tokens or np.inf
+    if not minimum and config.max_tokens is None and config.filter is None:
+        return store
+    left_out = {
+        f"shorter than data.min_tokens={minimum:,}": store.lengths < minimum,
+        f"longer than data.max_tokens={maximum:,}": store.lengths > maximum,
+    }
+    kept = np.flatnonzero(~np.logical_or.reduce(list(left_out.values())))
+    counts = {reason: int(mask.sum()) for reason, mask in left_out.items() if mask.any()}
+    if config.filter == "gzip":
+        by_ratio = kept[np.argsort(_ratios(store, corpus, config)[kept], kind="stable")]
+        end = len(kept) // EXTREME
+        counts["by data.filter=gzip"] = 2 * end
+        kept = np.sort(by_ratio[end : len(kept) - end])
+    reasons = ", ".join(f"{count:,} are {reason}" for reason, count in counts.items())
+    refuse((not len(kept), f"none of {len(store):,} documents is used: {reasons}"))
+    chosen = Store(store.folder, kept)
+    chosen.left_out = store.left_out | counts
+    return chosen
+
+
+def _ratios(store: Store, corpus: Corpus, config: DataConfig) -> np.ndarray:
+    """Return the compressed bytes of each document's text for each of its bytes, (documents,)."""
+
+    def write(folder: Path) -> None:
+        ratios, tokens = np.zeros(len(store)), 0
+        number = 0
+        with progress("compressing", len(store)) as show:
+            for text in (document.whole for document in corpus.documents()):
+                # The store has the same order, without documents that have nothing to predict
+                if number < len(store) and exact_key(text) == store.keys[number].tobytes():
+                    content = text.encode()
+                    ratios[number] = len(zlib.compress(content)) / len(content)
+                    tokens += int(store.lengths[number])
+                    number += 1
+                    show(number, tokens)
+        assert number == len(store)
+        np.save(folder / "ratios.npy", ratios)
+
+    key = fingerprint([_GZIP, store.content()])
+    return np.asarray(np.load(cached(config.cache_folder() / "ratios" / key, write) / "ratios.npy"))
+
+
+def grouped(config: DataConfig, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the group of each document of `lengths` tokens, (documents,) int64, and the weight of
+    each group. Those in no range are group 0, with weight 1.
+    """
+    ranges = length_ranges(config)
+    group = np.zeros(len(lengths), np.int64)
+    for number, (first, end, _) in enumerate(ranges, start=1):
+        group[(lengths >= first) & (lengths < end)] = number
+    return group, np.array([1.0, *(weight for *_, weight in ranges)])
