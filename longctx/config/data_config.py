@@ -37,7 +37,7 @@ class DataConfig(Group):
 
     prefix = "data."
     source: str = key("embedded", "of the documents; set by data=NAME", choices=SOURCES, short=True)
-    path: Any = key(None, "text: file, folder, glob, list [a,b]; hub: OWNER/NAME")
+    path: Any = key(None, "file, folder, glob, list [a,b]; repository: clones; hub: OWNER/NAME")
     text_column: str = key("text", "field of .jsonl, .csv, .tsv, .parquet files and hub data sets")
     chat: bool = key(False)
     preferences: str | None = key(None, choices=("pairs", "labels"))
@@ -52,6 +52,7 @@ class DataConfig(Group):
     max_tokens: int | None = positive(None, "documents with more are left out: 128k", unit=1024)
     filter: str | None = key(None, choices=("gzip",))
     lengths: dict[str, Any] = key({})
+    order: str = key("path", "repository: order of its files", choices=("path", "imports"))
     length: int = key(8192, "characters of each document (own sources)", between=(256, 2**30))
     mix: dict[str, Any] = key({}, "mix: data.mix.NAME.KEY=..., any key of data, and weight")
     packing: bool = key(True)

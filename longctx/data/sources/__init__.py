@@ -5,7 +5,7 @@ from longctx.data.documents import Corpus as Corpus
 from longctx.data.documents import Document as Document
 from longctx.data.documents import Shard as Shard
 from longctx.data.documents import exact_key as exact_key
-from longctx.data.sources import embedded, hub, mix, text  # noqa: F401
+from longctx.data.sources import embedded, hub, mix, repository, text  # noqa: F401
 from longctx.data.sources.registry import Source as Source
 from longctx.data.sources.registry import register as register
 
