@@ -25,6 +25,7 @@ class Document(NamedTuple):
 
     spans: the parts of a conversation that are learned; None: all of a plain text.
     shortened: a conversation learns its last turn alone, since the template rewrites those before.
+    origin: the text that it is made of, whose side of the split it is on; "": its own.
     side, others: answers to one prompt that are compared, see `longctx.data.preferences`.
     """
 
@@ -34,6 +35,7 @@ class Document(NamedTuple):
     shortened: bool = False
     side: int = 0
     others: tuple[Document, ...] = ()
+    origin: str = ""
 
     @property
     def sides(self) -> tuple[Document, ...]:
@@ -44,6 +46,11 @@ class Document(NamedTuple):
         """Return this document without halves of surrogate pairs, which JSON can write."""
         text = self.text.encode(errors="replace").decode()
         return self._replace(text=text, others=tuple(other.replaced() for other in self.others))
+
+    @property
+    def key(self) -> bytes:
+        """Return what stands for the text in the split."""
+        return exact_key(self.origin or self.whole)
 
     @property
     def whole(self) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
 from longctx.data.cache import cached, fingerprint
-from longctx.data.documents import Corpus, exact_key
+from longctx.data.documents import Corpus
 from longctx.data.length_ranges import length_ranges
 from longctx.data.store import Store, progress
 
@@ -53,10 +53,10 @@ def _ratios(store: Store, corpus: Corpus, config: DataConfig) -> np.ndarray:
         ratios, tokens = np.zeros(len(store)), 0
         number = 0
         with progress("compressing", len(store)) as show:
-            for text in (document.whole for document in corpus.documents()):
+            for document in corpus.documents():
                 # The store has the same order, without documents that have nothing to predict
-                if number < len(store) and exact_key(text) == store.keys[number].tobytes():
-                    content = text.encode()
+                if number < len(store) and document.key == store.keys[number].tobytes():
+                    content = document.whole.encode()
                     ratios[number] = len(zlib.compress(content)) / len(content)
                     tokens += int(store.lengths[number])
                     number += 1

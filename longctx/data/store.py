@@ -21,9 +21,9 @@ import pyarrow as pa
 from rich.console import Console
 from rich.progress import Progress
 
-from longctx.config.data_config import DataConfig
+from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.fields import refuse
-from longctx.data.documents import Corpus, Document, exact_key
+from longctx.data.documents import Corpus, Document
 from longctx.data.tokenizer import Tokenizer
 
 _BATCH = 8 << 20  # characters tokenized and written together
@@ -151,15 +151,15 @@ def build(
     conversations or answers, a column `scored` marks their learned tokens and their side. Raises
     ValueError, which begins with `place`, if no document is left.
     """
-    chat = config.chat or config.preferences is not None
+    has_answers = has_marks(config)
     # Two bytes a token where they suffice, as in the files of nanoGPT and Megatron
     token_type = pa.uint16() if tokenizer.vocab_size <= 1 << 16 else pa.int32()
     fields = {"name": pa.string(), "input_ids": pa.list_(token_type), "n_bytes": pa.int64()}
-    schema = pa.schema(fields | ({"scored": pa.list_(pa.uint8())} if chat else {}))
+    schema = pa.schema(fields | ({"scored": pa.list_(pa.uint8())} if has_answers else {}))
     keys: list[bytes] = []
     documents = tokens = shortened = 0
     # Shorter documents have nothing to predict.
-    shortest = 2 if chat else tokenizer.shortest
+    shortest = 2 if has_answers else tokenizer.shortest
     with (
         progress("tokenizing", corpus.total) as show,
         pa.OSFile(str(folder / "documents.arrow"), "wb") as sink,
@@ -173,7 +173,7 @@ def build(
                 if document.whole and len(ids) >= shortest
             ]
             # Of the text: another tokenizer has the same split.
-            keys += [exact_key(document.whole) for document, *_ in kept]
+            keys += [document.key for document, *_ in kept]
             columns: list[Any] = [
                 [document.name for document, *_ in kept],
                 [ids for _, ids, _ in kept],
@@ -193,13 +193,19 @@ def build(
     np.savez(folder / "documents.npz", keys=hashes, dropped=dropped, shortened=shortened)
 
 
+def has_marks(config: DataConfig) -> bool:
+    """Return True if the documents that `config` reads mark their targets."""
+    answers: bool = SOURCES[config.source].has_answers
+    return config.chat or config.preferences is not None or answers
+
+
 def _encoded(
     batch: Sequence[Document], tokenizer: Tokenizer, config: DataConfig
 ) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     """Return the tokens of each document, and for conversations and answers a mark for each:
     scored + 2 · side.
     """
-    if not config.chat and not config.preferences:
+    if not has_marks(config):
         ids = tokenizer.encode_documents([document.text for document in batch])
         return zip(ids, repeat(np.zeros(0, np.uint8)), strict=False)
     encode = tokenizer.encode_conversation if config.chat else tokenizer.encode_answer

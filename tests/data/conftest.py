@@ -61,11 +61,20 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def example(source: str) -> Iterator[ModuleType]:
+    """Yield the plugin of examples/ with that source, which is forgotten after the test."""
+    plugins.load([str(ROOT / "examples" / f"{source}.py")])
+    name = type(SOURCES[source]).__module__
+    yield sys.modules[name]
+    SOURCES.remove(source)
+    del sys.modules[name]
+
+
 @pytest.fixture
 def needles() -> Iterator[ModuleType]:
-    """Return the plugin examples/needles.py, which is forgotten after the test."""
-    plugins.load([str(ROOT / "examples" / "needles.py")])
-    name = type(SOURCES["needles"]).__module__
-    yield sys.modules[name]
-    SOURCES.remove("needles")
-    del sys.modules[name]
+    yield from example("needles")
+
+
+@pytest.fixture
+def questions() -> Iterator[ModuleType]:
+    yield from example("questions")

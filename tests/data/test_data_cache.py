@@ -49,7 +49,7 @@ def test_processes_build_once_and_agree(corpus, tmp_path):
     assert not list((tmp_path / "cache").rglob("*.partial"))
 
 
-@pytest.mark.parametrize("moment", ["longctx.data.store.exact_key", "os.replace"])
+@pytest.mark.parametrize("moment", ["longctx.data.store._encoded", "os.replace"])
 def test_a_killed_build_leaves_nothing_that_counts(corpus, text_config, tmp_path, moment):
     module, name = moment.rsplit(".", 1)
     dying = (

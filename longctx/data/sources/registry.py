@@ -26,12 +26,14 @@ class Source(ABC):
 
     keys: the keys of `data` that this source uses. Keys that no source lists, such as
     `data.tokenizer`, go with all of them; keys that only others list are refused.
+    has_answers: its documents mark their targets, by `Document.spans`.
     generated: its documents are made from those of another source. A mix opens it last, without
     the texts that validate.
     """
 
     keys: Set[str] = frozenset()
     generated: bool = False
+    has_answers: bool = False
 
     def keys_of(self, config: DataConfig) -> Set[str]:
         """Return the keys used with this configuration; a mix asks its members."""

@@ -1,0 +1,93 @@
+"""The example plugin of questions: each answer is in the text, and answers alone are learned."""
+
+import random
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from longctx.data import load
+from longctx.data.sources.registry import open_corpus
+from tests.data.conftest import prose
+
+NEEDLE = re.compile(r"special magic numbers for (\S+) is: (\d+)\.")
+VARIABLE = re.compile(r"VAR (\w+) = (?:VAR )?(\w+)")
+ROAD = re.compile(r"The road from (\S+) leads to (\S+)\.")
+NOTE = re.compile(r"Note on (\S+): (.*)")
+
+
+@pytest.fixture
+def config(text_config, corpus, questions):
+    (corpus / "long.txt").write_text(prose(4000, 77))
+    return text_config(source="questions", length=6000)
+
+
+def expected(text: str, question: str) -> str:
+    """Find the answer in the text, by another way than the plugin made it."""
+    if match := re.search(r"How many .* for (\S+) are mentioned", question):
+        return str(sum(key == match[1] for key, _ in NEEDLE.findall(text)))
+    if match := re.search(r"numbers for (\S+) mentioned in the provided text are$", question):
+        return ", ".join(value for key, value in NEEDLE.findall(text) if key == match[1])
+    if match := re.search(r"assigned the value (\d+) in", question):
+        parents = dict(VARIABLE.findall(text))
+        roots = {name: name for name in parents}
+        for name in roots:
+            while roots[name] in parents:
+                roots[name] = parents[roots[name]]
+        return " ".join(name for name in parents if roots[name] == match[1])
+    if match := re.search(r"from (\S+) for (\d) steps", question):
+        roads = ROAD.findall(text)
+        names = sorted({name for road in roads for name in road})
+        step = np.zeros((len(names), len(names)), bool)
+        for here, there in roads:
+            step[names.index(here), names.index(there)] = True
+        ends = np.linalg.matrix_power(step.astype(object), int(match[2]))[names.index(match[1])]
+        return ", ".join(name for name, count in zip(names, ends, strict=True) if count)
+    match = re.search(r"Repeat note (\d+) on (\S+),", question)
+    return [line for key, line in NOTE.findall(text) if key == match[2]][int(match[1]) - 1]
+
+
+def test_each_answer_is_in_the_text(config, questions):
+    kinds = Counter()
+    for document in open_corpus(config).documents():
+        context = document.text[: document.spans[0][0]]
+        before = 0
+        for first, end in document.spans:
+            question = document.text[before:first]
+            assert document.text[first:end] == f" {expected(context, question)}"
+            kinds[re.search(r"How many|mentioned|value|steps|Repeat", question)[0]] += 1
+            before = end
+        assert before == len(document.text)
+    assert len(kinds) == 5
+
+
+def test_answers_alone_are_targets(config):
+    data, documents = load(config, 256), list(open_corpus(config).documents())
+    asked = {document.name: document for document in documents}
+    for document in data.documents("train"):
+        made = asked[document.name]
+        answers = [made.text[first:end].strip() for first, end in made.spans]
+        learned = data.tokenizer.decode(document.ids[document.scored][:-1])
+        assert re.fullmatch(".?.?".join(map(re.escape, answers)), learned.strip(), re.DOTALL)
+        assert document.scored[-1] and document.ids[-1] == data.tokenizer.eos_id
+
+
+def test_a_document_and_its_questions_are_on_one_side(config, corpus):
+    text = {"path": str(corpus)}
+    mix = {"asked": text | {"source": "questions", "length": 500}, "text": text}
+    config.source, config.path, config.mix = "mix", None, mix
+    data = load(config, 64)
+    sides = {
+        split: {document.name.split("/")[1].split(":")[0] for document in data.documents(split)}
+        for split in ("train", "val")
+    }
+    assert not sides["train"] & sides["val"] and min(map(len, sides.values())) > 2
+
+
+def test_questions_follow_from_the_text_alone(config, corpus, questions):
+    first = {x.name: x.text for x in open_corpus(config).documents()}
+    (corpus / "00.txt").unlink()
+    random.seed(1)
+    again = {x.name: x.text for x in open_corpus(config).documents()}
+    assert again == {name: text for name, text in first.items() if not name.startswith("00.txt")}
