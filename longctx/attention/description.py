@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from longctx.config.fields import Group, key
-from longctx.kernels.attention import IMPLEMENTATIONS, Implementation
+from longctx.kernels.attention import ALL_SCORES, IMPLEMENTATIONS, Implementation
 from longctx.spec.parts import AttentionSpec, Pass
 
 # Kernel, with `_on_ampere` for its rates there → head size → shares of the chip's peak
 Rates = Mapping[str, Mapping[str, tuple[float, float]]]
 RATES = tomllib.loads(Path(__file__).with_name("rates.toml").read_text(encoding="utf-8"))
 ALL = ("out", "dq", "dk", "dv")
-# The parts of `Scores` that not every backend has
-WORDS = {"softcap": "softcap", "sinks": "gradient of its lse, with which sinks are trained"}
-ALL_SCORES = frozenset(WORDS)
+# What a backend lacks without a part of `Scores`, if not the part itself
+WORDS = {"sinks": "gradient of its lse, with which sinks are trained"}
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Description:
     # True if a mask may have free intervals, on every device; context.method=allgather needs it
     takes_intervals: bool = True
     # The parts of `Scores` that it has: "softcap" if `run`, and `backward` if there is one, compute
-    # it; "sinks" if gradients flow through the lse, as training them needs
+    # it, "key_bias" likewise; "sinks" if gradients flow through the lse, as training them needs
     scores: frozenset[str] = frozenset()
     # True if it computes sinks itself, in `backward` too; otherwise they join its out and lse
     fuses_sinks: bool = False
@@ -82,7 +81,8 @@ class Description:
 
     def lacks(self, parts: frozenset[str]) -> str | None:
         """Return the parts of `Scores` that it lacks, with a backend for them, or None."""
-        missing = " and no ".join(WORDS[part] for part in sorted(parts - self.scores))
+        words = (WORDS.get(part, part.replace("_", " ")) for part in sorted(parts - self.scores))
+        missing = " and no ".join(words)
         names = " or ".join(name for name, other in DESCRIPTIONS.items() if parts <= other.scores)
         return f"it has no {missing}; use attention={names}" if missing else None
 

@@ -32,6 +32,7 @@ from longctx.config.layout_config import allgather_group, kv_copies, ulysses_par
 # torch 2.13 gave it another name
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+Triple = tuple[Tensor, Tensor, Tensor]
 _groups: dict[str, ProcessGroup] = {}  # name → group, for the operators, which take no objects
 
 
@@ -73,9 +74,7 @@ class Exchange:
         """Return (B, n, H, D) of all heads, from outputs or gradients of the parts in order."""
         return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=2)
 
-    def gradients(
-        self, dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int) -> Triple:
         """Return one part's gradients, for this rank's tokens and `kv_heads` heads of k and v."""
         return dq, dk, dv
 
@@ -119,9 +118,7 @@ class Ulysses(Exchange):
         slots = [x.unflatten(2, (self.ranks.count, -1)) for x in parts]
         return torch.cat(slots, dim=3).flatten(2, 3)
 
-    def gradients(
-        self, dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int) -> Triple:
         dq, dk, dv = self._to_tokens(dq, dk, dv)
         # copied heads are all in one part
         copies = max(1, dk.shape[2] // kv_heads)
@@ -170,9 +167,7 @@ class AllGather(Exchange):
                 *(x[:, :, queries] for x in like_q),
             )
 
-    def gradients(
-        self, dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int) -> Triple:
         # every rank has a share of all keys' gradients
         both = torch.cat([dk, dv], dim=2)
         dk, dv = sum_rows(both, self.order, self.ranks.count, self.ranks.group).chunk(2, dim=2)
@@ -197,9 +192,7 @@ class HaloExchange(Exchange):
             k, v = (torch.cat([b, x], dim=1) for b, x in zip(before, (k, v), strict=True))
         return [(q, k, v, *like_q)]
 
-    def gradients(
-        self, dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int) -> Triple:
         if not self.width:
             return dq, dk, dv
         w = self.width

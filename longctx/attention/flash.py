@@ -67,8 +67,8 @@ class Flash(Backend):
         short = mask.window is not None and mask.window <= SHORT
         intervals = mask.first, mask.last, mask.qfirst, mask.qlast, short
         # no call between `run` and the kernels: it would cost host time
-        sinks = scores.sinks
-        out, lse = forward_for(q, k, v, sinks)(q, k, v, sinks, *intervals, scores, chosen)
+        given = q, k, v, scores.sinks, scores.key_bias
+        out, lse = forward_for(*given)(*given, *intervals, scores, chosen)
         return out, lse, chosen
 
     def backward(

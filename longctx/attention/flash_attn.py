@@ -78,13 +78,7 @@ class FlashAttn(Backend):
         return beyond_flash_attention(request)
 
     def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        scores: Scores,
-        version: str | int = "auto",
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, version: Any = "auto"
     ) -> tuple[Tensor, Tensor, str]:
         # the newest version that this GPU runs
         generation = torch.cuda.get_device_properties(q.device).major

@@ -17,6 +17,7 @@ from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
 from longctx.attention.registry import AttentionRequest, Backend, register
 from longctx.kernels.attention import Scores
+from longctx.kernels.attention.key_bias import reference
 
 BLOCK = 128
 
@@ -39,7 +40,10 @@ class Flex(Backend):
         heads = (x.transpose(1, 2) for x in (q, k, v))
         options: dict[str, Any] = {"scale": scores.scale, "enable_gqa": True}
         options["return_aux"] = AuxRequest(lse=True)
-        if scores.softcap is not None:
+        if scores.key_bias is not None:
+            ref = reference(scores.key_bias, mask.last)
+            options["score_mod"] = _biased(scores.softcap, scores.key_bias, ref)
+        elif scores.softcap is not None:
             options["score_mod"] = _capped(scores.softcap)
         # otherwise short sequences go to a kernel for decoding that lacks shapes
         options["kernel_options"] = {"BACKEND": "TRITON"}
@@ -65,6 +69,16 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
 
     def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return softcap * torch.tanh(s / softcap)
+
+    return score
+
+
+def _biased(softcap: float | None, key_bias: Tensor, ref: Tensor) -> Callable[..., Tensor]:
+    """Return FlexAttention's score function with a bias of each key; it captures tensors."""
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        capped = s if softcap is None else softcap * torch.tanh(s / softcap)
+        return capped + (key_bias[b, h, j] - ref[b, h, i])
 
     return score
 

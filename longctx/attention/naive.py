@@ -18,6 +18,7 @@ from longctx.attention.mask import Mask
 from longctx.attention.registry import AttentionRequest, Backend, register, scaled
 from longctx.kernels import HAS_TRITON
 from longctx.kernels.attention import IMPLEMENTATIONS, Scores
+from longctx.kernels.attention.key_bias import reference
 
 
 class Naive(Backend):
@@ -41,6 +42,9 @@ class Naive(Backend):
         s = s.to(torch.promote_types(s.dtype, torch.float32)) * scores.scale
         if scores.softcap is not None:
             s = scores.softcap * (s / scores.softcap).tanh()
+        if scores.key_bias is not None:
+            bias = scores.key_bias.to(s.dtype)
+            s = s + (bias[:, :, None] - reference(bias, mask.last)[..., None])
         s = s.masked_fill(~visible(mask, Tk), float("-inf"))
         lse = s.logsumexp(dim=-1)
         # a blind query's lse is -inf: its exponentials are 0, not NaN
@@ -67,7 +71,7 @@ def splits_keys(
     # Triton's interpreter computes bf16 products wrongly
     takes = dtype in (torch.float32, torch.float16) or (dtype == torch.bfloat16 and on_gpu)
     sizes = IMPLEMENTATIONS["triton-portable"].head_sizes
-    return runs_triton and takes and scores <= {"sinks"} and head_dim in sizes
+    return runs_triton and takes and "softcap" not in scores and head_dim in sizes
 
 
 def by_triton(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Tensor:
@@ -76,8 +80,8 @@ def by_triton(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Te
 
     assert mask.first is not None and mask.last is not None
     ends = mask.first[:, 0], mask.last[:, 0]
-    scale, _, sinks = scaled(scores, q, scores.sinks)
-    out: Tensor = decoding.decode(q[:, 0], k, v, *ends, scale, sinks=sinks)
+    scale, _, sinks, key_bias = scaled(scores, q)
+    out: Tensor = decoding.decode(q[:, 0], k, v, *ends, scale, sinks=sinks, key_bias=key_bias)
     return out[:, None]
 
 

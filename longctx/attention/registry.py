@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 
 from longctx.attention.description import AUTO, DESCRIPTIONS, Description, check_options
-from longctx.attention.exchange import WHOLE_ROWS
+from longctx.attention.exchange import WHOLE_ROWS, Exchange
 from longctx.attention.mask import Mask
 from longctx.kernels import warn_of_triton
 from longctx.kernels.attention import Gradients, Saved, Scores
 from longctx.kernels.attention.flash_op import unobserved
+from longctx.kernels.attention.key_bias import reference, relative_sinks
 from longctx.kernels.attention.relaunch import stream_of
 from longctx.kernels.attention.sinks import with_sinks
 
@@ -74,14 +75,15 @@ class Backend(ABC):
         """Return out (B, Tq, Hq, D), lse (B, Hq, Tq) float32, and the name of the kernel that ran.
 
         `mask` is bound, q, k, v are contiguous in their last dimension, and `scores` has its scale,
-        and sinks only if the description says `fuses_sinks`.
+        and sinks only if the description says `fuses_sinks`. With a key bias lse is relative to the
+        `reference` of each query.
         """
 
     def backward(
         self, do: Tensor, saved: Saved, mask: Mask, scores: Scores, *_: Any, **options: Any
     ) -> Gradients:
-        """Return dq, dk, dv from a forward's out and lse, and dsinks if it fuses sinks; without it
-        recomputation runs `run`.
+        """Return dq, dk, dv from a forward's out and lse, dsinks if it fuses sinks, and dkey_bias;
+        without it recomputation runs `run`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no backward of its own")
 
@@ -245,12 +247,19 @@ class Attention:
         return self.with_lse(q, k, v, mask, scores)[0]
 
     def with_lse(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores = PLAIN
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        scores: Scores = PLAIN,
+        absolute: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return out (B, Tq, Hq, D) and lse (B, Hq, Tq) float32; see `attention`.
 
-        If ranks share sequences, q, k, v and out have this rank's tokens; mask and lse belong to
-        attention after the exchange.
+        If ranks share sequences, q, k, v, key bias and out have this rank's tokens; mask and lse
+        belong to attention after the exchange. With a key bias the lse is that of the kernels,
+        relative to the `reference` of a query, unless it is to be `absolute`.
         """
         sinks, fuses = scores.sinks, self.description.fuses_sinks
         # sinks scale out by a function of the lse: training needs its gradient
@@ -265,19 +274,24 @@ class Attention:
         exchange = mask.exchange or WHOLE_ROWS
         outs: list[Tensor] = []
         lses: list[Tensor] = []
-        own, heads = None if sinks is None else exchange.own_heads(sinks.float()), 0
+        own, heads = exchanged(scaled(scores, q), exchange), 0
         for part in exchange.parts(q, k, v):
             qs, ks, vs = [x if x.stride(3) == 1 else x.contiguous() for x in part]
-            own_sinks = None if own is None else own[heads : heads + qs.shape[2]]
+            given = own.of_heads(heads, qs.shape[2])
             heads += qs.shape[2]
-            given = scaled(scores, q, own_sinks if fuses else None)
+            own_sinks = None if fuses else given.sinks
+            if own_sinks is not None:
+                given = given._replace(sinks=None)
             self._check_served(qs, mask, given)
             bound = _bound(mask, qs, ks.shape[1], self.description.reuses_masks)
             with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
                 out, lse, kernel = self.backend.run(qs, ks, vs, bound, given, **self.options)
             _record(self.name, kernel)
-            if own_sinks is not None and not fuses:
-                out, lse = with_sinks(out, lse, own_sinks)
+            if own_sinks is not None:
+                given = given._replace(sinks=own_sinks)
+                out, lse = with_sinks(out, lse, relative_sinks(given, bound.last))
+            if absolute and given.key_bias is not None:
+                lse = lse + reference(given.key_bias, bound.last)
             outs.append(exchange.output(out))
             lses.append(lse)
             # free before the next part is exchanged
@@ -287,66 +301,64 @@ class Attention:
     def decode(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Tensor:
         """Return out (B, 1, Hq, D) of new tokens, see `Backend.decode`."""
         with torch.autocast(q.device.type, enabled=False):
-            out, lse, _ = self.backend.decode(q, k, v, mask, scaled(scores, q), **self.options)
-        return out if scores.sinks is None else with_sinks(out, lse, scores.sinks)[0]
+            given = scaled(scores, q)._replace(sinks=None)
+            out, lse, _ = self.backend.decode(q, k, v, mask, given, **self.options)
+        if scores.sinks is not None:
+            out, _ = with_sinks(out, lse, relative_sinks(scores, mask.last))
+        return out
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
-        mask: Mask,
-        scores: Scores = PLAIN,
+        self, do: Tensor, saved: tuple[Any, ...], mask: Mask, scores: Scores = PLAIN
     ) -> Gradients:
-        """Return the gradients for `do`, that of the `out` of an earlier call.
+        """Return the gradients for `do`, that of the `out` of an earlier call, from its `Saved`.
 
-        Without a backward of its own a backend runs forward again.
+        Without lse, or a backward of its own, a backend runs forward again.
         """
-        sinks, traits = scores.sinks, self.description
-        has_backward = traits.has_backward and (sinks is None or traits.fuses_sinks)
+        q, k, v, out, lse = saved
+        traits = self.description
+        has_backward = traits.has_backward and (scores.sinks is None or traits.fuses_sinks)
+        inputs = q, k, v, scores.sinks, scores.key_bias
+        leaves: list[Any] = [x if x is None else x.detach().requires_grad_() for x in inputs]
+        given = scaled(Scores(*scores[:2], *leaves[3:]), q)
         if lse is None or not has_backward:
             # the forward again, with a graph of its own
             with torch.enable_grad():
-                inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
-                leaves = [x.detach().requires_grad_() for x in inputs]
-                own_sinks = None if sinks is None else leaves[3]
-                given = scores._replace(sinks=own_sinks)
                 again = self(leaves[0], leaves[1], leaves[2], mask, given)
-            return Gradients(*torch.autograd.grad(again, leaves, do))
+            found = iter(torch.autograd.grad(again, [x for x in leaves if x is not None], do))
+            total: list[Any] = [x if x is None else next(found) for x in leaves]
+            return Gradients(*total)
         # autocast: saved tensors may be wider than the kernel's inputs
         q16, k16, v16 = (x.to(out.dtype) for x in (q, k, v))
         exchange, heads = mask.exchange or WHOLE_ROWS, 0
-        parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        own = None if sinks is None else exchange.own_heads(sinks.detach().float())
-        dsinks: list[Any] = []
+        parts: list[Gradients] = []
+        with torch.enable_grad():  # of the exchange alone
+            own = exchanged(given, exchange)
         for qs, ks, vs, dos, outs in exchange.parts(q16, k16, v16, do, out):
             bound = mask.bind(qs.shape[0], qs.shape[1], ks.shape[1], qs.device)
             lses = lse[:, heads : heads + qs.shape[2]].contiguous()
-            own_sinks = None if own is None else own[heads : heads + qs.shape[2]]
-            given = scaled(scores, q, own_sinks)
+            given = own.of_heads(heads, qs.shape[2])
             heads += qs.shape[2]
             with torch.autocast(q.device.type, enabled=False):
-                saved = Saved(qs, ks, vs, outs, lses)
-                gradients = self.backend.backward(dos, saved, bound, given, **self.options)
-            parts.append(exchange.gradients(*gradients[:3], k.shape[2]))
-            dsinks += gradients[3:] if own is not None else ()
+                part = Saved(qs, ks, vs, outs, lses)
+                gradients = self.backend.backward(dos, part, bound, given, **self.options)
+            dqkv = exchange.gradients(*gradients[:3], k.shape[2])
+            parts.append(Gradients(*dqkv, *gradients[3:]))
             # free before the next part is exchanged
-            del qs, ks, vs, dos, outs, saved, gradients
-        dq, dk, dv = (exchange.joined(each) for each in zip(*parts, strict=True))
-        total = None if sinks is None else torch.zeros_like(sinks)
-        if total is not None:  # other ranks have the gradients of other heads
-            exchange.own_heads(total).copy_(torch.cat(dsinks))
-        return Gradients(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), total)
+            del qs, ks, vs, dos, outs, part, gradients, dqkv
+        *of_qkv, dsinks, dbias = zip(*parts, strict=True)
+        total = [exchange.joined(d).to(x.dtype) for d, x in zip(of_qkv, leaves, strict=False)]
+        # the exchange in reverse: other ranks have the gradients of other heads
+        mine: tuple[Any, ...] = own[2:]
+        for x, y, d, dim in zip(leaves[3:], mine, (dsinks, dbias), (0, 1), strict=True):
+            total.append(x if x is None else torch.autograd.grad(y, x, torch.cat(d, dim))[0])
+        return Gradients(*total)
 
     def _check_served(self, q: Tensor, mask: Mask, scores: Scores) -> None:
         """Raise ValueError if the backend cannot serve such a call; its answers are remembered."""
         # read at each call: a program may change it
         deterministic = torch.are_deterministic_algorithms_enabled()
         of_tensors = q.device, q.dtype, q.shape[3]
-        parts = scores.softcap is None, scores.sinks is None
+        parts = [x is None for x in scores[1:]]
         properties = (*of_tensors, mask.kind, mask.window, deterministic, *parts)
         is_compiling = torch.compiler.is_compiling()  # compiled code asks again at each trace
         if is_compiling or properties not in self._served:
@@ -356,10 +368,26 @@ class Attention:
                 self._served.add(properties)
 
 
-def scaled(scores: Scores, q: Tensor, sinks: Tensor | None = None) -> Scores:
-    """Return `scores` as a backend gets them: with the scale of q (B, T, H, D), and `sinks`."""
-    scale = q.shape[3] ** -0.5 if scores.scale is None else scores.scale
-    return Scores(scale, scores.softcap, sinks)
+def scaled(scores: Scores, q: Tensor) -> Scores:
+    """Return `scores` as a backend gets them: with the scale of q (B, T, H, D)."""
+    return scores if scores.scale is not None else scores._replace(scale=q.shape[3] ** -0.5)
+
+
+def exchanged(scores: Scores, exchange: Exchange) -> Scores:
+    """Return `scores` with the sinks and the bias of this rank's heads, and of the keys it sees."""
+    sinks, bias = scores.sinks, scores.key_bias
+    if sinks is not None:
+        scores = scores._replace(sinks=exchange.own_heads(sinks.float()))
+    if bias is not None:
+        if exchange is not WHOLE_ROWS:
+            # as keys of one channel; the exchange wants queries and values, too
+            keys = bias.transpose(1, 2)[..., None]
+            parts = [part[1] for part in exchange.parts(keys, keys, keys)]
+            bias = torch.cat(parts, dim=2)[..., 0].transpose(1, 2)
+        # kernels take any stride of the batch, such as 0, and a row's keys one after the other
+        bias = bias if bias[0].is_contiguous() else bias.contiguous()
+        scores = scores._replace(key_bias=bias)
+    return scores
 
 
 def attention(
@@ -372,6 +400,7 @@ def attention(
     return_lse: bool = False,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    key_bias: Tensor | None = None,
     **options: Any,
 ) -> Any:
     """Exact softmax attention: q (B, Tq, Hq, D), k and v (B, Tk, Hkv, D) → out like q.
@@ -387,6 +416,10 @@ def attention(
     gpt-oss; the lse then includes it. Its gradient takes flash, or a backend whose lse has one.
     `softcap` c: scores become c · tanh(score / c) before the mask, as in Gemma 2.
 
+    `key_bias` (B or 1, Hq, Tk) float32, finite: added to the scores of each key, after scale and
+    softcap. ALiBi is slope · position, the forgetting transformer minus the cumulative log of its
+    gates. Kernels compute with differences to a row's last key, so large biases lose no digits.
+
     Raises ValueError for wrong shapes and for requests that the backend cannot serve.
     """
     # layers, which know their shapes, call `Attention` without this check
@@ -399,8 +432,15 @@ def attention(
         caller = _caller(_backends[backend], backend)
     if sinks is not None and tuple(sinks.shape) != (q.shape[2],):
         raise ValueError(f"sinks of shape {tuple(sinks.shape)}: one for each of {q.shape[2]} heads")
+    if key_bias is not None:
+        sizes = q.shape[0], q.shape[2], k.shape[1]
+        if key_bias.dtype != torch.float32 or key_bias.shape not in (sizes, (1, *sizes[1:])):
+            given = f"{tuple(key_bias.shape)} {key_bias.dtype}"
+            raise ValueError(f"key_bias must be {sizes} or of one batch, float32, got {given}")
+        key_bias = key_bias.expand(sizes)
     # this is all: at most five calls to the launch
-    out, lse = caller.with_lse(q, k, v, mask, Scores(scale, softcap, sinks))
+    scores = Scores(scale, softcap, sinks, key_bias)
+    out, lse = caller.with_lse(q, k, v, mask, scores, absolute=return_lse)
     return (out, lse) if return_lse else out
 
 

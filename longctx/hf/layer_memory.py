@@ -97,7 +97,7 @@ class _Kept(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         scores = ctx.scores._replace(sinks=sinks)
-        gradients = ctx.caller.backward(do, q, k, v, out, lse, ctx.mask, scores)
+        gradients = ctx.caller.backward(do, (q, k, v, out, lse), ctx.mask, scores)
         return *gradients, *[None] * (9 - len(gradients))
 
 

@@ -178,7 +178,7 @@ def _block_backward(tape: _Tape, i: int, dy: Tensor, sums: _Sums) -> Tensor:
     # attention
     scores = block.attention.scores
     gradients = block.attention.attend.backward(
-        tape.rows(do), q, k, v, tape.rows(out), lse, tape.masks[i], scores
+        tape.rows(do), (q, k, v, tape.rows(out), lse), tape.masks[i], scores
     )
     dqkv: Tokens = tuple(t.reshape(1, -1, *t.shape[2:]) for t in gradients[:3])
     sums.add([gradients[3] if weight is scores.sinks else None for weight in sums.weights])

@@ -84,12 +84,13 @@ def inputs(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=g).to(DEVICE, dtype) for shape in shapes]
 
 
-def run(tensors, mask, backend, dtype, sinks=None, **options):
-    """out, lse, dq, dk, dv, and dsinks if there are sinks, in fp64."""
+def run(tensors, mask, backend, dtype, sinks=None, key_bias=None, **options):
+    """out, lse, dq, dk, dv, then dsinks and dkey_bias if there are any, in fp64."""
     leaves = [x.detach().to(dtype).requires_grad_() for x in tensors[:3]]
-    if sinks is not None:
-        leaves.append(sinks.detach().requires_grad_())
-        options["sinks"] = leaves[3]
+    for name, x in (("sinks", sinks), ("key_bias", key_bias)):
+        if x is not None:
+            options[name] = x.detach().requires_grad_()
+            leaves.append(options[name])
     out, lse = attention(*leaves[:3], mask=mask, backend=backend, return_lse=True, **options)
     grads = torch.autograd.grad(out, leaves, tensors[3].to(dtype))
     return [x.detach().double() for x in (out, lse, *grads)]
@@ -104,17 +105,16 @@ def check_equal_runs(case: Case, tensors, times: int, names=NAMES, **options) ->
             assert name not in names or torch.equal(x, y), name
 
 
-def check(
-    case: Case, backend: str, dtype=torch.float32, tensors=None, softcap=None, sinks=None, **options
-) -> None:
-    """Assert the rule for `backend` on `case`."""
+def check(case: Case, backend: str, dtype=torch.float32, tensors=None, **options) -> None:
+    """Assert the rule for `backend` on `case`; `options` have parts of `Scores`, too."""
     tensors = inputs(case, dtype) if tensors is None else tensors
     mask = case.build_mask()
-    scores = {"softcap": softcap, "sinks": sinks}
+    scores = {name: options.pop(name, None) for name in ("softcap", "sinks", "key_bias")}
     exact = run(tensors, mask, "naive", torch.float64, **scores)
     plain = run(tensors, mask, "naive", dtype, **scores)
     actual = run(tensors, mask, backend, dtype, **scores, **options)
-    for name, x, y, z in zip((*NAMES, "dsinks"), actual, plain, exact, strict=False):
+    learned = [f"d{name}" for name in ("sinks", "key_bias") if scores[name] is not None]
+    for name, x, y, z in zip((*NAMES, *learned), actual, plain, exact, strict=True):
         assert not x.isnan().any(), f"{name} has NaN"
         if name == "lse":
             blind = z == float("-inf")

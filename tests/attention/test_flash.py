@@ -169,11 +169,14 @@ def test_operator_is_registered_properly(implementation):
     q, k, v = (torch.randn(1, 9, h, 16, device=DEVICE, requires_grad=True) for h in (2, 1, 1))
     intervals = mask.first, mask.last, mask.qfirst, mask.qlast
     options = 0.25, None, implementation
-    for sinks in (None, torch.zeros(2, device=DEVICE, requires_grad=True)):
-        others = sinks, *intervals, *options
-        torch.library.opcheck(forward_op, (q, k, v, sinks, *intervals, False, *options))
+    sinks = torch.zeros(2, device=DEVICE, requires_grad=True)
+    bias = torch.zeros(1, 2, 9, device=DEVICE, requires_grad=True)
+    for learned in ((None, None), (sinks, None), (None, bias), (sinks, bias)):
+        others = *learned, *intervals, *options
+        torch.library.opcheck(forward_op, (q, k, v, *learned, *intervals, False, *options))
+        changed = dict(zip(("sinks", "key_bias"), learned, strict=True))
         with torch.no_grad():
-            out, lse = attention(q, k, v, mask, return_lse=True, scale=0.25, sinks=sinks)
+            out, lse = attention(q, k, v, mask, return_lse=True, scale=0.25, **changed)
             torch.library.opcheck(backward_op, (out, None, q, k, v, out, lse, *others))
 
 
@@ -195,7 +198,10 @@ def test_one_graph_under_compile(implementation):
         attention, backend="inductor" if ON_GPU else "aot_eager", fullgraph=True
     )
     q.requires_grad_()
-    actual = torch.autograd.grad(compiled(q, k, v, mask), q, do)
-    expected = torch.autograd.grad(attention(q, k, v, mask), q, do)
-    assert torch.equal(actual[0], expected[0])
+    bias = torch.arange(64.0, device=DEVICE).expand(1, 2, -1).clone().requires_grad_()
+    for changed in ({}, {"key_bias": bias}):
+        leaves = q, *changed.values()
+        actual = torch.autograd.grad(compiled(q, k, v, mask, **changed), leaves, do)
+        expected = torch.autograd.grad(attention(q, k, v, mask, **changed), leaves, do)
+        assert all(map(torch.equal, actual, expected))
     assert kernels_run()["flash"] == implementation

@@ -85,6 +85,20 @@ def test_rule_with_sinks(case, options, head_dim, dtype):
     rule.check(replace(case, D=head_dim), "flash", dtype, sinks=sinks, **options)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", AMPERE_SIZES)
+@pytest.mark.parametrize("options", AMPERE, indirect=True)
+@pytest.mark.parametrize("case", SINKS, ids=str)
+def test_rule_with_a_key_bias(case, options, head_dim):
+    """Heads that forget at once, and hardly; some biases are larger than bf16 or fp32 resolve."""
+    slopes = 2.0 ** torch.arange(1.0, 1.0 - 2 * case.Hq, -2.0, device=DEVICE)
+    bias = slopes[:, None] * torch.arange(case.Tk, device=DEVICE) + 2.0**18
+    sinks = bias[:, case.Tk // 2]
+    for changed in ({}, {"sinks": sinks, "softcap": 20.0}):
+        changed |= {"key_bias": bias.expand(case.B, -1, -1)}
+        rule.check(replace(case, D=head_dim), "flash", BF16, **changed, **options)
+
+
 @pytest.mark.parametrize(
     ("major", "head_dim", "expected"),
     [

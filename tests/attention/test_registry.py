@@ -96,7 +96,7 @@ def test_a_backward_of_a_plugin_gives_three_gradients(mine, monkeypatch):
     of_mine = replace(DESCRIPTIONS["mine"], has_backward=True)
     monkeypatch.setitem(DESCRIPTIONS, "mine", of_mine)
     mask, lse = Mask.causal(), torch.zeros(1, 2, 5)
-    found = Attention("mine").backward(q, q, q, q, q, lse, mask)
+    found = Attention("mine").backward(q, (q, q, q, q, lse), mask)
     assert [torch.equal(x, n * q) for n, x in enumerate(found[:3], 1)] == [True] * 3
     assert found.dsinks is None
 

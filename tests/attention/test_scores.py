@@ -1,4 +1,4 @@
-"""Changed scores against a plain formula in fp64: learnable sinks, and softcap.
+"""Changed scores against a plain formula in fp64: learnable sinks, softcap, and biases of keys.
 
 A sink is a column of logits without values, as in gpt-oss. softcap makes scores c · tanh(s / c)
 before the mask, as in Gemma 2.
@@ -7,7 +7,7 @@ before the mask, as in Gemma 2.
 import pytest
 import torch
 
-from longctx.attention import Backend, Mask, attention, check
+from longctx.attention import Attention, Backend, Mask, Scores, attention, check
 from longctx.attention.naive import visible
 from tests.attention.rule import DEVICE, ON_GPU, Case, inputs
 
@@ -18,16 +18,24 @@ CASES = [
     ("softcap", Case(2, 37, 37, **SIZES, mask="documents")),
     ("softcap", Case(1, 33, 49, Hq=2, Hkv=1, D=24, window=9)),
     ("softcap", Case(1, 40, 40, Hq=2, D=16, mask="intervals")),
+    ("key bias", Case(2, 37, 37, **SIZES)),
+    ("key bias", Case(1, 33, 49, **SIZES, window=9)),
+    ("key bias", Case(2, 40, 31, **SIZES, mask="full")),
+    ("key bias, sinks", Case(2, 49, 33, **SIZES)),
+    ("key bias, sinks, softcap", Case(2, 37, 37, **SIZES, mask="documents")),
+    ("key bias, sinks, softcap", Case(1, 40, 40, Hq=2, D=16, mask="intervals")),
 ]
 
 
-def formula(q, k, v, mask, sinks=None, softcap=None):
+def formula(q, k, v, mask, sinks=None, softcap=None, key_bias=None):
     """Return out and lse in fp64; a blind query has output 0, and lse -inf or its sink."""
     q, k, v = (x.double() for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[3] ** -0.5
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if key_bias is not None:
+        scores = scores + key_bias.double()[:, :, None]
     seen = visible(mask.bind(q.shape[0], q.shape[1], k.shape[1], q.device), k.shape[1])
     blind = ~seen.any(-1, keepdim=True)
     # finite where a softmax without a sink would be NaN
@@ -64,20 +72,25 @@ def test_changed_scores_are_the_formula(part, case, choice, monkeypatch):
     if choice in ("tiled", "portable"):
         backend, options = "flash", {"kernel": "portable"}
     *qkv, do = inputs(case, torch.float32)
-    tensors, softcap = [3 * qkv[0], *qkv[1:]], 2.5  # scores reach 3 times as much
-    if part == "sinks":
-        tensors, softcap = [*tensors, sinks_of()], None
+    tensors = [3 * qkv[0], *qkv[1:]]  # scores reach 3 times as much
+    softcap = 2.5 if "softcap" in part else None
+    learned = {"sinks": sinks_of(case.Hq), "key_bias": bias_of(case)}
+    learned = {name: x for name, x in learned.items() if name.replace("_", " ") in part}
+    tensors += learned.values()
     generator, mask = torch.Generator().manual_seed(0), case.build_mask().to(DEVICE)
     weights = do, torch.randn(case.B, case.Hq, case.Tq, generator=generator).to(DEVICE)
 
-    def attend(q, k, v, sinks=None):
-        changed = {"sinks": sinks, "softcap": softcap}
-        return attention(q, k, v, mask, backend, return_lse=True, **changed, **options)
+    def changed(leaves):
+        return {"softcap": softcap, **dict(zip(learned, leaves, strict=True))}
+
+    def attend(q, k, v, *leaves):
+        given = {**changed(leaves), **options}
+        return attention(q, k, v, mask, backend, return_lse=True, **given)
 
     found = differentiated(tensors, weights, attend)
     wanted = differentiated(
         *([x.double() for x in tensors], weights),
-        lambda q, k, v, sinks=None: formula(q, k, v, mask, sinks, softcap),
+        lambda q, k, v, *leaves: formula(q, k, v, mask, **changed(leaves)),
     )
     # FlexAttention multiplies fp32 in TF32
     close = 5e-3 if choice == "flex" else 3e-5
@@ -91,6 +104,72 @@ def backend(request):
 
 def sinks_of(heads=4):
     return (torch.randn(heads, generator=torch.Generator().manual_seed(1)) * 2).to(DEVICE)
+
+
+def bias_of(case, scale=2.0):
+    """Return a bias for all sequences, which rises and falls."""
+    generator = torch.Generator().manual_seed(2)
+    return (torch.randn(1, case.Hq, case.Tk, generator=generator) * scale).to(DEVICE)
+
+
+@pytest.mark.parametrize("kernel", ["portable", pytest.param("ampere", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("mask", ["causal", "documents"])
+def test_a_large_bias_loses_no_digits(kernel, mask):
+    """What is constant along a row cancels, bit by bit."""
+    case = Case(2, 300, 300, 4, 2, 64, mask)
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    tensors = inputs(case, dtype)
+    bias = torch.arange(300.0, device=DEVICE).mul(0.125).expand(1, 4, -1)
+    found = []
+    for constant in (0.0, 2.0**20):
+        leaves = [x.clone().requires_grad_() for x in (*tensors[:3], bias + constant)]
+        out = attention(*leaves[:3], case.build_mask(), kernel=kernel, key_bias=leaves[3])
+        found.append((out, *torch.autograd.grad(out, leaves, tensors[3])))
+    # the kernels for mma.sync add dq up in any order
+    names = ("out", "dq", "dk", "dv", "dkey_bias")
+    for name, x, y in zip(names, *found, strict=True):
+        if kernel == "portable" or name != "dq":
+            assert torch.equal(x, y), name
+
+
+def test_alibi_is_a_bias_of_distances():
+    """slope · j is ALiBi's -slope · (i - j) but for a constant of the row."""
+    q, k, v, _ = inputs(Case(1, 70, 70, 4, 4, 16), torch.float32)
+    slopes = 2.0 ** -torch.arange(1.0, 5.0, device=DEVICE)
+    i = torch.arange(70.0, device=DEVICE)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / 4 - slopes[:, None, None] * (i[:, None] - i)
+    scores = scores.masked_fill(i[:, None] < i, float("-inf"))
+    expected = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+    out = attention(q, k, v, key_bias=(slopes[:, None] * i)[None])
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_key_bias_of_another_form_is_refused():
+    q, k, v, _ = inputs(Case(2, 5, 9, 4, 2, 16), torch.float32)
+    bias = torch.zeros(2, 4, 9, device=DEVICE)
+    for wrong in (bias[:, :2], bias[..., :5], bias[0], bias.bfloat16()):
+        with pytest.raises(ValueError, match="key_bias must be"):
+            attention(q, k, v, key_bias=wrong)
+    with pytest.raises(ValueError, match="it has no key bias; use attention=flash"):
+        attention(q, k, v, backend="sdpa", key_bias=bias)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_a_backward_of_saved_sums_has_the_gradient_of_the_bias(backend, has_sinks):
+    """As recomputation calls it, with the lse of the kernels."""
+    q, k, v, do = inputs(Case(2, 33, 33, 4, 2, 16), torch.float32)
+    scores = Scores(None, None, sinks_of() if has_sinks else None, bias_of(Case(2, 33, 33, 4)))
+    scores = scores._replace(key_bias=scores.key_bias.expand(2, -1, -1))
+    mask, call = Mask.causal().bind(2, 33, 33, DEVICE), Attention(backend)
+    with torch.no_grad():
+        out, lse = call.with_lse(q, k, v, mask, scores)
+        found = call.backward(do, (q, k, v, out, lse), mask, scores)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, *scores[2:]) if x is not None]
+    sinks = leaves[3] if has_sinks else None
+    expected = attention(*leaves[:3], mask, "naive", sinks=sinks, key_bias=leaves[-1])
+    wanted = torch.autograd.grad(expected, leaves, do)
+    found = [x for x in found if x is not None]
+    torch.testing.assert_close(found, list(wanted), atol=1e-5, rtol=1e-5)
 
 
 def test_blind_queries_have_their_sink_and_no_gradient(backend):

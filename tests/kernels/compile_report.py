@@ -1,7 +1,8 @@
 """Compile kernels for GPUs that need not be there; print as JSON what the compiler says of each.
 
     compile_report.py 90 hopper NAME ...          such as "forward 96" "unpack 88"; "96": all of 96
-    compile_report.py TARGET attention SIZE ...   of heads, for other cards, such as 80 gfx942
+    compile_report.py TARGET attention SIZE ...   of heads, for other cards, such as 80 gfx942;
+                                                  "64 bias" with a key bias
     compile_report.py TARGET elementwise          between the matmuls, and of decoding
 
 The package launches its kernels for tensors of a CPU, and in the place of each launch Triton
@@ -114,13 +115,16 @@ def attend(
     kv_heads=3,
     has_sinks=False,
     short=False,
+    has_bias=False,
     **options,
 ):
     """Launch a forward and a backward of causal attention."""
     q, k, v = (torch.zeros(1, tokens, n, head_dim, dtype=BF16) for n in (heads, kv_heads, kv_heads))
     mask = Mask.causal().bind(1, tokens, tokens, "cpu")
     intervals = Intervals(mask.first, mask.last, mask.qfirst, mask.qlast, short)
-    scores = Scores(head_dim**-0.5, sinks=torch.zeros(heads) if has_sinks else None)
+    sinks = torch.zeros(heads) if has_sinks else None
+    bias = torch.zeros(1, heads, tokens) if has_bias else None
+    scores = Scores(head_dim**-0.5, None, sinks, bias)
     out, lse = forward(q, k, v, intervals, scores)
     backward(out, None, Saved(q, k, v, out, lse), intervals, scores, **options)
 
@@ -136,18 +140,21 @@ def of_hopper(compiler, *names):
             kernel.startswith(kind) and constants.get("RETRY", False) == ("retry" in words)
         )
         options = {"heads": 12 if "groups" in words else 3, "has_sinks": "sinks" in words}
+        options["has_bias"] = "bias" in words
         options |= {word: word in words for word in ("ordered", "short")}
         attend(hopper_forward.forward, hopper_backward.backward, int(head_dim), **options)
 
 
 def of_attention(compiler, *sizes):
-    for size in map(int, sizes):
-        compiler.case = str(size)
+    for name in sizes:
+        compiler.case, (size, *words) = name, name.split()
+        size, has = int(size), {"has_bias": "bias" in words}
         for tokens in (TOKENS, LONG):
-            attend(portable.forward, portable.backward, size, tokens, has_sinks=tokens == LONG)
+            has_sinks = tokens == LONG
+            attend(portable.forward, portable.backward, size, tokens, has_sinks=has_sinks, **has)
         if compiler.target in AMPERE_TILES and size <= 256:
             for has_sinks in (False, True):
-                attend(ampere.forward, ampere.backward, size, has_sinks=has_sinks)
+                attend(ampere.forward, ampere.backward, size, has_sinks=has_sinks, **has)
 
 
 def of_elementwise(compiler):

@@ -34,8 +34,9 @@ def test_right_kernels_pass(implementation, part, dtype, head_dim, group, bucket
     copies = 1 if implementation == "triton-portable" else 2
     # tiles on a CPU round out before its sink scales it, and again
     for has_sinks in (False, True) if dtype != torch.bfloat16 else (False,):
-        shapes = head_dim, group, bucket, copies, has_sinks
-        assert check(part, function, CPU, dtype, *shapes) is None
+        for has_bias in (False, True):
+            shapes = head_dim, group, bucket, copies, has_sinks, False, has_bias
+            assert check(part, function, CPU, dtype, *shapes) is None
 
 
 @pytest.mark.parametrize(("part", "name"), [("forward", "out"), ("backward", "dsinks")])
@@ -45,6 +46,22 @@ def test_a_sink_too_many_fails(part, name):
         return run(part)(*args[:-1], scores)
 
     assert check(part, broken, CPU, torch.float32, 64, has_sinks=True).startswith(name)
+
+
+@pytest.mark.parametrize(("part", "name"), [("forward", "out"), ("backward", "dq")])
+def test_a_bias_of_another_key_fails(part, name):
+    def broken(*args):
+        scores = args[-1]._replace(key_bias=args[-1].key_bias.roll(1, 2))
+        return run(part)(*args[:-1], scores)
+
+    def wrong(*args):
+        gradients = run(part)(*args)
+        return gradients._replace(dkey_bias=1.001 * gradients.dkey_bias)
+
+    has_bias = torch.float32, 64, 3, 0, 1, False, False, True
+    assert check(part, broken, CPU, *has_bias).startswith(name)
+    if part == "backward":
+        assert check(part, wrong, CPU, *has_bias).startswith("dkey_bias")
 
 
 def late(values, rows):

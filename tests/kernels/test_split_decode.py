@@ -26,12 +26,19 @@ def places(*each: int) -> Tensor:
 
 
 def check(qkv: Sequence[Tensor], first: Tensor, last: Tensor, parts: int | None = None) -> None:
-    """Compare `decode` in so many parts with naive attention, without and with sinks."""
+    """Compare `decode` in so many parts with naive attention, with sinks and biases or not."""
     mask = Mask.intervals(first[:, None], last[:, None])
     q, k, v = (x.double() for x in qkv)
-    for sinks in (None, inputs(1, 1, q.shape[1], 1, 1)[0].flatten()):
-        out = decode(*qkv, first, last, q.shape[-1] ** -0.5, parts, sinks)
-        expected = attention(q[:, None], k, v, mask=mask, backend="naive", sinks=sinks)[:, 0]
+    sinks = inputs(1, 1, q.shape[1], 1, 1)[0].flatten()
+    bias = inputs(1, k.shape[1], q.shape[1], 1, 1)[1].expand(q.shape[0], -1, q.shape[1], -1)[..., 0]
+    bias = (
+        bias.transpose(1, 2).contiguous()
+        + 1000.0 * torch.arange(q.shape[1], device=DEVICE)[:, None]
+    )
+    for learned in ((None, None), (sinks, None), (None, bias), (sinks, bias)):
+        out = decode(*qkv, first, last, q.shape[-1] ** -0.5, parts, *learned)
+        given = dict(zip(("sinks", "key_bias"), learned, strict=True))
+        expected = attention(q[:, None], k, v, mask=mask, backend="naive", **given)[:, 0]
         assert out.dtype == qkv[0].dtype
         torch.testing.assert_close(out.double(), expected, **CLOSE[out.dtype])
 

@@ -3,11 +3,12 @@
 Every implementation has a module, or two, with these functions:
 
     forward(q, k, v, intervals, scores) → out, lse
-    backward(do, dlse, saved, intervals, scores) → dq, dk, dv, dsinks
+    backward(do, dlse, saved, intervals, scores) → dq, dk, dv, dsinks, dkey_bias
 
-`dlse` is None if nothing depends on the lse, `dsinks` if there are no sinks. `IMPLEMENTATIONS` says
-where each runs and what it takes: choice, refusals, kernel lock and planner read it, so a kernel
-for another chip is its files and a row.
+`dlse` is None if nothing depends on the lse, `dsinks` if there are no sinks, `dkey_bias` likewise.
+With a key bias every lse is relative (key_bias.py). `IMPLEMENTATIONS` says where each runs and what
+it takes: choice, refusals, kernel lock and planner read it, so a kernel for another chip is its
+files and a row.
 """
 
 from __future__ import annotations
@@ -63,20 +64,34 @@ class Scores(NamedTuple):
     scale: float | None = None  # factor of the product; None: D**-0.5
     softcap: float | None = None  # c: logits become c · tanh(logit / c)
     sinks: Tensor | None = None  # (Hq,) float32, a logit of each head without a value
+    key_bias: Tensor | None = None  # (B, Hq, Tk) float32, of strides (any, Tk, 1)
 
     @property
     def parts(self) -> frozenset[str]:
         """Return the names of the parts that not every backend has."""
-        return frozenset(x for x in ("softcap", "sinks") if getattr(self, x) is not None)
+        return frozenset(x for x in self._fields[1:] if getattr(self, x) is not None)
+
+    def of_heads(self, start: int, count: int) -> Scores:
+        """Return the scores of `count` query heads from `start` on."""
+        if self.sinks is None and self.key_bias is None:
+            return self
+        heads = slice(start, start + count)
+        sinks = None if self.sinks is None else self.sinks[heads]
+        key_bias = None if self.key_bias is None else self.key_bias[:, heads]
+        return self._replace(sinks=sinks, key_bias=key_bias)
+
+
+ALL_SCORES = frozenset(Scores._fields[1:])
 
 
 class Gradients(NamedTuple):
-    """Gradients of an attention call: like q, k, v, and of the sinks (Hq,), if there are any."""
+    """Gradients of an attention call: like q, k, v, and like sinks and key bias if it has them."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     dsinks: Tensor | None = None
+    dkey_bias: Tensor | None = None
 
 
 class Implementation(NamedTuple):
@@ -89,7 +104,7 @@ class Implementation(NamedTuple):
     generations: Container[int] | None = None  # of those of NVIDIA, 8 for sm_8x; None: any device
     chosen_on: Container[int] = ()  # generations for which kernel=auto takes it
     itemsizes: tuple[int, ...] = (2, 4)  # bytes of an element
-    scores: frozenset[str] = frozenset({"softcap", "sinks"})  # the parts of `Scores` it computes
+    scores: frozenset[str] = ALL_SCORES  # the parts of `Scores` it computes
     is_ordered: bool = True  # dq, too, has the same bits in every run
     sums_dq: bool = False  # in fp32, in memory of its own
 

@@ -39,7 +39,10 @@ from longctx.kernels.attention.portable import (
     LOG2E,
     ROW,
     batch_stride,
+    bias_or,
+    biased,
     heads_in_l2,
+    padded_reference,
     preprocess,
     scheduled_tile,
     sinks_or,
@@ -187,16 +190,24 @@ def _masked(s, first, last, i, n, Tq):
     return gl.where(visible, s, float("-inf"))
 
 
+@gluon.jit
+def _keys(bias, n, Tk, s):
+    """Load the bias of keys n + column of the scores s; past the end it is 0."""
+    j = n + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+    return gl.load(bias + j, mask=j < Tk, other=0.0)
+
+
 @gluon.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
-    q, k, v, out, lse, first, last, sinks, scale_log2,
+    q, k, v, out, lse, first, last, sinks, bias, scale_log2,
     stride_qb, stride_qt, stride_qh,
     stride_kb, stride_kt, stride_kh,
     stride_vb, stride_vt, stride_vh,
-    stride_ib,
+    stride_ib, stride_bb,
     Tq, Tk, Hq, heads, l2_heads,
     GROUP: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, W: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
+    BIAS: gl.constexpr,
 ):  # fmt: skip
     """Compute out (B, Tq, Hq, D) contiguous and lse, for BM queries of one head."""
     PARTS: gl.constexpr = 1 if D1 == 0 else 2
@@ -218,6 +229,12 @@ def forward_kernel(
     k += b.to(gl.int64) * stride_kb + (h // GROUP).to(gl.int64) * stride_kh
     v += b.to(gl.int64) * stride_vb + (h // GROUP).to(gl.int64) * stride_vh
 
+    bias_r = 0.0
+    if BIAS:
+        bias += b.to(gl.int64) * stride_bb + h.to(gl.int64) * Tk
+        last_i = gl.load(last + i, mask=i < Tq, other=0)
+        bias_r = gl.load(bias + gl.maximum(last_i, 0))
+
     qs = _buffers(dtype, 1, BM, D0, D1)
     ks = _buffers(dtype, 1, BN, D0, D1)
     vs = _buffers(dtype, 1, BN, D0, D1)
@@ -236,6 +253,8 @@ def forward_kernel(
         s = _scores(qs, 0, ks, 0, layout, PARTS)
         if SOFTCAP is not None:
             s, _ = softcapped(s, scale_log2, SOFTCAP)
+        if BIAS:
+            s = biased(s, _keys(bias, t * BN, Tk, s)[None, :], bias_r[:, None], scale_log2)
         if (t < full_lo) | (t >= full_hi):
             s = _masked(s, first, last, i, t * BN, Tq)
 
@@ -260,7 +279,7 @@ def forward_kernel(
     l = gl.where(l == 0.0, 1.0, l)
     lse_i = m * LN2 + gl.log(l)
     if SINKS:
-        lse_i, growth = with_sink(lse_i, gl.load(sinks + h))
+        lse_i, growth = with_sink(lse_i, gl.load(sinks + h) - bias_r)
         l *= growth
     gl.store(lse + bh.to(gl.int64) * Tq + i, lse_i, mask=i < Tq)
     D: gl.constexpr = D0 + D1
@@ -299,18 +318,22 @@ def _add_to_memory(sums, x, W_ROWS: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit(do_not_specialize=[*LENGTHS, "stride_jb"])
 def backward_kernel(
-    q, k, v, do, lse2, delta, dq, dk_out, dv_out, first, last, qfirst, qlast, scale, scale_log2,
+    q, k, v, do, lse2, delta, bias, bias_r, dq, dk_out, dv_out, dbias,
+    first, last, qfirst, qlast, scale, scale_log2,
     stride_qb, stride_qt, stride_qh,
     stride_kb, stride_kt, stride_kh,
     stride_vb, stride_vt, stride_vh,
     stride_gb, stride_gt, stride_gh,
-    stride_ib, stride_jb,
+    stride_ib, stride_jb, stride_bb,
     Tq, Tk, Hq, heads, l2_heads,
     GROUP: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, W: gl.constexpr,
     S_ROWS: gl.constexpr, KV_ROWS: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
+    BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv (B, Tk, Hkv, D) contiguous for BN keys of a head, and add to sums of dq."""
+    """Compute dk and dv (B, Tk, Hkv, D) contiguous for BN keys of a head, and add to sums of dq and
+    to dbias (B, Hq, Tk).
+    """
     PARTS: gl.constexpr = 1 if D1 == 0 else 2
     D: gl.constexpr = D0 + D1
     dtype: gl.constexpr = q.dtype.element_ty
@@ -381,6 +404,10 @@ def backward_kernel(
         s = _scores(qs, slot, ks, 0, s_layout, PARTS)
         if SOFTCAP is not None:
             s, slope = softcapped(s, scale_log2, SOFTCAP)
+        if BIAS:
+            of_head = bias + b.to(gl.int64) * stride_bb + h.to(gl.int64) * Tk
+            bias_i = gl.load(bias_r + row + i)
+            s = biased(s, _keys(of_head, n0, Tk, s)[None, :], bias_i[:, None], scale_log2)
         if (t < full_lo) | (t >= full_hi):
             s = _masked(s, first, last, i, n0, Tq)
         p = gl.exp2(s * scale_log2 - lse_i[:, None])
@@ -389,6 +416,10 @@ def backward_kernel(
         # ds = p (dp - delta), dv += pᵀ·do
         dp = _scores(dos, 0, vs, 0, s_layout, PARTS)
         ds = p * (dp - delta_i[:, None])
+        if BIAS:  # no other program adds to these keys
+            j = n0 + gl.arange(0, BN, layout=gl.SliceLayout(0, s_layout))
+            own = dbias + bh_q * Tk + j
+            gl.atomic_add(own, gl.sum(ds, 0), mask=j < Tk, sem="relaxed")
         if SOFTCAP is not None:
             ds *= slope
         dss.store(ds.to(dtype))
@@ -461,14 +492,18 @@ def forward(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, Hq, Tq, dtype=torch.float32, device=q.device)
     c = FORWARD[shared_memory(q.device)][D]
+    bias, stride_bb = bias_or(lse, scores)
+    if scores.key_bias is not None and c.BM == 128:
+        c = c._replace(BN=64, warps=8)  # or biases spill
     with torch.cuda.device_of(q):
         forward_kernel[(triton.cdiv(Tq, c.BM) * B * Hq,)](
-            *(q, k, v, out, lse, intervals.first, intervals.last, sinks_or(lse, scores)),
+            *(q, k, v, out, lse, intervals.first, intervals.last, sinks_or(lse, scores), bias),
             scores.scale * LOG2E.value,
             *(*strides_of(q), *strides_of(k), *strides_of(v), batch_stride(intervals.first)),
+            stride_bb,
             *(Tq, k.shape[1], Hq, B * Hq, heads_in_l2(k, B * Hq, Hq // k.shape[2])),
             *(Hq // k.shape[2], *split(D), c.BM, c.BN, c.warps, scores.softcap),
-            scores.sinks is not None,
+            *(scores.sinks is not None, scores.key_bias is not None),
             num_warps=c.warps,
         )
     return out, lse
@@ -477,31 +512,36 @@ def forward(
 def backward(
     do: Tensor, dlse: Tensor | None, saved: Saved, intervals: Intervals, scores: Scores
 ) -> Gradients:
-    """Return dq, dk, dv, contiguous, and dsinks."""
+    """Return dq, dk, dv, contiguous, dsinks and dkey_bias."""
     q, k, v, out, lse = saved
     B, Tq, Hq, D = q.shape
     Tk, Hkv = k.shape[1:3]
     q, k, v, do = (_addressable(x) for x in (q, k, v, do))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    lse2, delta, dsinks = preprocess(do, dlse, out, lse, scores.sinks)
+    bias_r = padded_reference(lse, scores, intervals)
+    lse2, delta, dsinks = preprocess(do, dlse, out, lse, scores.sinks, bias_r)
+    bias, stride_bb = bias_or(lse, scores)
+    dbias = None if bias_r is None else lse.new_zeros(B, Hq, Tk)
+    ref, to_bias = (lse if x is None else x for x in (bias_r, dbias))
     scale = scores.scale
     c, parts = BACKWARD[shared_memory(q.device)][D], split(D)
     tiles = triton.cdiv(Tq, c.BM)
     sums = torch.zeros(B * Hq * tiles * c.BM * D, dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
         backward_kernel[(triton.cdiv(Tk, c.BN) * B * Hkv,)](
-            *(q, k, v, do, lse2, delta, sums, dk, dv, *intervals[:4]),
+            *(q, k, v, do, lse2, delta, bias, ref, sums, dk, dv, to_bias, *intervals[:4]),
             *(scale, scale * LOG2E.value),
             *(*strides_of(q), *strides_of(k), *strides_of(v), *strides_of(do)),
-            *(batch_stride(intervals.first), batch_stride(intervals.qfirst)),
+            *(batch_stride(intervals.first), batch_stride(intervals.qfirst), stride_bb),
             *(Tq, Tk, Hq, B * Hkv, heads_in_l2(q, B * Hkv, 1), Hq // Hkv, *parts),
             *(c.BM, c.BN, c.warps, c.S_ROWS, c.KV_ROWS, c.STAGES, scores.softcap),
+            bias_r is not None,
             num_warps=c.warps,
         )
         sort_kernel[(tiles * B * Hq,)](
             *(sums, dq, scale, Tq, Hq, *parts, c.BM, c.S_ROWS, c.warps), num_warps=4
         )
-    return Gradients(dq, dk, dv, dsinks)
+    return Gradients(dq, dk, dv, dsinks, dbias)
 
 
 def shared_memory(device: torch.device) -> int:

@@ -13,7 +13,8 @@ that each key is read once, and a second kernel combines the parts (Flash-Decodi
 The number of parts is fixed at the launch, their ends are read on the device: so the same launch
 serves every length, in a CUDA graph too. Exponentials are taken in base 2. Nothing
 is added atomically, so every result is deterministic. A row that sees nothing gets 0. The sink of a
-head joins where its parts are combined.
+head joins where its parts are combined. A key bias is relative to that of the last key, in every
+part (key_bias.py).
 
 Legend: B batch, T tokens of room in the cache, Hq and Hkv heads, GROUP query heads per key-value
 head, padded to ROWS, D head size, padded to PAD, both powers of two, BN keys of a tile. q, out (B,
@@ -27,6 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longctx.kernels.attention import Scores
+from longctx.kernels.attention.key_bias import relative_sinks
 from longctx.kernels.attention.launch import multiprocessors
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -41,12 +44,13 @@ PRECISION, PRECISION_ON_AMD = "tf32x3", "bf16x6"
 
 @triton.jit(do_not_specialize=["Hkv", "parts"])
 def part_kernel(
-    q, k, v, first, last, part_out, part_lse, scale_log2,
+    q, k, v, first, last, bias, part_out, part_lse, scale_log2,
     stride_kb, stride_kt, stride_kh,
     stride_vb, stride_vt, stride_vh,
+    stride_bb, stride_bh,
     Hkv, parts,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
-    BN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """part_out (B, Hq, parts, D) and part_lse (B, Hq, parts), in base 2, of a part of the keys."""
     part, bh = tl.program_id(0) % parts, tl.program_id(0) // parts
@@ -61,6 +65,9 @@ def part_kernel(
 
     # whole tiles for each part, the last ones may have none
     begin, end = tl.load(first + b), tl.load(last + b) + 1
+    if BIAS:
+        bias += b * stride_bb + (h * GROUP + tl.minimum(g, GROUP - 1))[:, None] * stride_bh
+        bias_r = tl.load(bias + tl.maximum(end - 1, 0))
     tiles = tl.cdiv(tl.maximum(end - begin, 0), BN)
     size = tl.cdiv(tiles, parts) * BN
     begin += part * size
@@ -78,6 +85,9 @@ def part_kernel(
         kj = tl.load(k + at * stride_kt + d[None, :], mask=inside, other=0.0)
         vj = tl.load(v + at * stride_vt + d[None, :], mask=inside, other=0.0)
         s = tl.dot(qi, kj.T, input_precision=PRECISION) * scale_log2
+        if BIAS:
+            bias_j = tl.load(bias + j[None, :], mask=(j < end)[None, :], other=0.0)
+            s += (bias_j - bias_r) * LOG2E
         s = tl.where((j < end)[None, :], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         # exponentials in base 2; old sums are scaled to the new maximum
@@ -94,19 +104,19 @@ def part_kernel(
     tl.store(part_lse + rows, m + tl.log2(l), mask=g < GROUP)
 
 
-@triton.jit(do_not_specialize=["parts", "Hq"])
+@triton.jit(do_not_specialize=["parts", "count"])
 def combine_kernel(
-    part_out, part_lse, sinks, out, parts, Hq,
+    part_out, part_lse, sinks, out, parts, count,
     D: tl.constexpr, PAD: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """out (B, Hq, D) of the parts of one head."""
+    """out (B, Hq, D) of the parts of one head; `count` sinks (Hq,), or (B, Hq) with a key bias."""
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, PAD)
     part_out += row * parts * D
     part_lse += row * parts
     m = float("-inf")
     l = 0.0
     if SINKS:
-        m = tl.load(sinks + tl.program_id(0) % Hq) * LOG2E
+        m = tl.load(sinks + tl.program_id(0) % count) * LOG2E
         l = tl.where(m == float("-inf"), 0.0, 1.0)
     acc = tl.zeros([PAD], tl.float32)
     for n in tl.range(0, parts, TOGETHER):
@@ -151,11 +161,13 @@ def decode(
     scale: float,
     parts: int | None = None,
     sinks: Tensor | None = None,
+    key_bias: Tensor | None = None,
 ) -> Tensor:
     """Return out (B, Hq, D) of q (B, Hq, D) over k, v (B, T, Hkv, D).
 
-    Row b sees keys first[b] .. last[b], int32. k and v are contiguous in D. `sinks` (Hq,) float32:
-    see `Scores`. `parts` is for tests; None: `parts_of`. Waits for nothing.
+    Row b sees keys first[b] .. last[b], int32. k and v are contiguous in D. `sinks` (Hq,) and
+    `key_bias` (B, Hq, T) float32: see `Scores`. `parts` is for tests; None: `parts_of`. Waits for
+    nothing.
     """
     (B, Hq, D), (T, Hkv) = q.shape, k.shape[1:3]
     group = Hq // Hkv
@@ -165,13 +177,16 @@ def decode(
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
     part_out = q.new_empty(B, Hq, parts, D, dtype=torch.float32)
     part_lse = q.new_empty(B, Hq, parts, dtype=torch.float32)
+    scores, ends = Scores(scale, None, sinks, key_bias), last[:, None]
+    own = part_lse if sinks is None else relative_sinks(scores, ends)
+    bias, has_bias = part_lse if key_bias is None else key_bias, key_bias is not None
     with torch.cuda.device_of(q):
         part_kernel[(B * Hkv * parts,)](
-            q, k, v, first, last, part_out, part_lse, scale * LOG2E.value,
-            *k.stride()[:3], *v.stride()[:3], Hkv, parts,
+            q, k, v, first, last, bias, part_out, part_lse, scale * LOG2E.value,
+            *k.stride()[:3], *v.stride()[:3], *bias.stride()[:2], Hkv, parts,
             group, rows, D, pad, tile, STAGES,
-            PRECISION_ON_AMD if torch.version.hip else PRECISION, num_warps=4,
+            PRECISION_ON_AMD if torch.version.hip else PRECISION, has_bias, num_warps=4,
         )  # fmt: skip
-        given = part_out, part_lse, part_lse if sinks is None else sinks, out, parts, Hq
+        given = part_out, part_lse, own, out, parts, own.numel()
         combine_kernel[(B * Hq,)](*given, D, pad, sinks is not None, num_warps=2)
     return out

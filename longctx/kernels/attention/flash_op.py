@@ -109,6 +109,7 @@ def forward_op(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
+    key_bias: Tensor | None,
     first: Tensor,
     last: Tensor,
     qfirst: Tensor,
@@ -120,10 +121,11 @@ def forward_op(
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, Tq, Hq, D) and lse (B, Hq, Tq) float32 under an interval mask.
 
-    q is (B, Tq, Hq, D), k and v (B, Tk, Hkv, D), sinks (Hq,) float32.
+    q is (B, Tq, Hq, D), k and v (B, Tk, Hkv, D), sinks (Hq,) and key_bias (B, Hq, Tk) float32.
     """
     intervals = Intervals(first, last, qfirst, qlast, short)
-    return _forward(q, k, v, sinks, *intervals, Scores(scale, softcap, sinks), implementation)
+    learned = sinks, key_bias
+    return _forward(q, k, v, *learned, *intervals, Scores(scale, softcap, *learned), implementation)
 
 
 @torch.library.custom_op("longctx::flash_backward", mutates_args=())
@@ -136,6 +138,7 @@ def backward_op(
     out: Tensor,
     lse: Tensor,
     sinks: Tensor | None,
+    key_bias: Tensor | None,
     first: Tensor,
     last: Tensor,
     qfirst: Tensor,
@@ -143,48 +146,47 @@ def backward_op(
     scale: float,
     softcap: float | None,
     implementation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, dsinks for the gradient `do` of out and `dlse` (or None) of lse.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return `Gradients` for the gradient `do` of out and `dlse` (or None) of lse.
 
-    Without sinks theirs is empty. The operator has no derivative of its own.
+    Without sinks or key bias theirs is empty. The operator has no derivative of its own.
     """
     intervals = Intervals(first, last, qfirst, qlast)
-    saved, scores = Saved(q, k, v, out, lse), Scores(scale, softcap, sinks)
-    dq, dk, dv, dsinks = _backward(do, dlse, saved, intervals, scores, implementation)
-    return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
+    saved, scores = Saved(q, k, v, out, lse), Scores(scale, softcap, sinks, key_bias)
+    found = _backward(do, dlse, saved, intervals, scores, implementation)
+    dsinks, dkey_bias = (lse.new_empty(0) if x is None else x for x in found[3:])
+    return *found[:3], dsinks, dkey_bias
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, _sinks: Tensor | None, *others: Any
+    q: Tensor, k: Tensor, v: Tensor, _sinks: Tensor | None, _bias: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor]:
     """Run the forward kernels; `others` are the ends of intervals, scores and implementation.
 
-    The sinks are those of the scores, once more for autograd.
+    Sinks and key bias are those of the scores, once more for autograd.
     """
     *intervals, scores, implementation = others
     # self-tested once per process
-    run = trusted("forward", implementation, q, k, scores.sinks is not None, intervals[4])
+    run = trusted("forward", implementation, q, k, scores, intervals[4])
     output: tuple[Tensor, Tensor] = run(q, k, v, Intervals(*intervals), scores)
     return output
 
 
 def _backward(do: Tensor, dlse: Tensor | None, saved: Saved, *others: Any) -> Gradients:
     """Run the backward kernels; `others` are intervals, scores and implementation."""
-    run = trusted("backward", others[-1], saved.q, saved.k, others[-2].sinks is not None)
+    run = trusted("backward", others[-1], saved.q, saved.k, others[-2])
     gradients: Gradients = run(do, dlse, saved, *others[:-1])
     return gradients
 
 
 def trusted(
-    part: str, implementation: str, q: Tensor, k: Tensor, *variant: bool
+    part: str, implementation: str, q: Tensor, k: Tensor, scores: Scores, short: bool = False
 ) -> Callable[..., Any]:
-    """Return the kernels of a pass, "forward" or "backward", self-tested for tensors like q, k.
-
-    `variant`: whether there are sinks, and whether intervals are short.
-    """
+    """Return the kernels of a pass, "forward" or "backward", self-tested for tensors like q, k."""
     run: Callable[..., Any] = getattr(kernels(implementation, q.device), part)
     if _needs_trust(q, implementation):
-        trust(part, implementation, q, k, run, *variant)
+        has = scores.sinks is not None, short, scores.key_bias is not None
+        trust(part, implementation, q, k, run, *has)
     return run
 
 
@@ -203,9 +205,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *others: Any
 ) -> tuple[Tensor, ...]:
-    lse, sinks, *_ = others
-    dsinks = lse.new_empty(0 if sinks is None else len(sinks))
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+    lse, *learned = others[:3]
+    dsinks, dkey_bias = (lse.new_empty(0 if x is None else x.shape) for x in learned)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks, dkey_bias
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -215,12 +217,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, first, last, qfirst, qlast, out, lse = ctx.saved_tensors
+    q, k, v, sinks, key_bias, *intervals, out, lse = ctx.saved_tensors
     do = torch.zeros_like(out) if do is None else do
-    intervals = Intervals(first, last, qfirst, qlast)
-    scores = Scores(ctx.scale, ctx.softcap, sinks)
-    saved = Saved(q, k, v, out, lse)
-    gradients = flash_backward(do, dlse, saved, intervals, scores, ctx.implementation)
+    scores = Scores(ctx.scale, ctx.softcap, sinks, key_bias)
+    saved, ends = Saved(q, k, v, out, lse), Intervals(*intervals)
+    gradients = flash_backward(do, dlse, saved, ends, scores, ctx.implementation)
     return *gradients, *[None] * 8
 
 
@@ -231,31 +232,29 @@ class _Flash(torch.autograd.Function):
     """`forward_op` without the dispatcher, which takes as long as the launches."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *others: Any
-    ) -> tuple[Tensor, Tensor]:
-        *intervals, scores, implementation = others
-        ctx.others = Intervals(*intervals), scores._replace(sinks=None), implementation
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        sinks, key_bias, *intervals, scores, implementation = others
+        ctx.others = Intervals(*intervals), scores[:2], implementation
         # no call of ours between this one and the kernels
-        run = trusted("forward", implementation, q, k, sinks is not None, intervals[4])
+        run = trusted("forward", implementation, q, k, scores, intervals[4])
         out, lse = run(q, k, v, ctx.others[0], scores)
         # the intervals have no gradient and need not be saved by autograd
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, key_bias)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, sinks = ctx.saved_tensors
-        saved, (intervals, scores, implementation) = Saved(*tensors), ctx.others
+        *tensors, sinks, key_bias = ctx.saved_tensors
+        saved, (intervals, (scale, softcap), implementation) = Saved(*tensors), ctx.others
         do = torch.zeros_like(saved.out) if do is None else do
-        scores = scores._replace(sinks=sinks)
+        scores = Scores(scale, softcap, sinks, key_bias)
         gradients = flash_backward(do, dlse, saved, intervals, scores, implementation)
         return *gradients, *[None] * 7
 
 
 def forward_for(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, *learned: Tensor | None
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the shortest way to the forward kernels, with the arguments of `_forward`.
 
@@ -264,7 +263,7 @@ def forward_for(
     """
     has_duals = forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
     # a dual tensor's derivative would be dropped without an error
-    tensors = (q, k, v) if sinks is None else (q, k, v, sinks)
+    tensors = q, k, v, *(x for x in learned if x is not None)
     if has_duals and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError("flash has no forward-mode derivative; use attention=naive")
     if not unobserved(*tensors):
@@ -275,12 +274,11 @@ def forward_for(
 
 
 def _by_operator(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *others: Any
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key_bias: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor]:
     """Do as `_forward` through the operator, whose arguments are flat."""
     *intervals, scores, implementation = others
-    scale, softcap, _ = scores
-    given = q, k, v, sinks, *intervals, scale, softcap, implementation
+    given = q, k, v, sinks, key_bias, *intervals, *scores[:2], implementation
     output: tuple[Tensor, Tensor] = forward_op(*given)
     return output
 
@@ -295,10 +293,11 @@ def flash_backward(
 ) -> Gradients:
     """Return the gradients of `backward_op`; the operator refuses second derivatives."""
     if torch.is_grad_enabled() or not unobserved(do, saved.q, saved.k, saved.v):
-        scale, softcap, sinks = scores
-        given = do, dlse, *saved, sinks, *intervals[:4], scale, softcap, implementation
-        dq, dk, dv, dsinks = backward_op(*given)
-        return Gradients(dq, dk, dv, None if sinks is None else dsinks)
+        scale, softcap, *learned = scores
+        given = do, dlse, *saved, *learned, *intervals[:4], scale, softcap, implementation
+        found = backward_op(*given)
+        has = (None if x is None else d for x, d in zip(learned, found[3:], strict=True))
+        return Gradients(*found[:3], *has)
     return _backward(do, dlse, saved, intervals, scores, implementation)
 
 

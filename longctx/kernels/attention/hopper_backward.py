@@ -682,7 +682,7 @@ def backward(
     # addresses in the buffer, whose parts `BackwardLaunches` lists
     end, lse2_at, dq_at = at + 4 * sums, at + 4 * zeroed, dq.data_ptr()
     delta_at = lse2_at + 4 * rows
-    preprocess(stream, (), *given, lse2_at, delta_at, delta_at + 4 * rows)
+    preprocess(stream, (), *given, given[2], lse2_at, delta_at, delta_at + 4 * rows)
     mapped = q_at, k_at, v_at, do_at, dk.data_ptr(), dv.data_ptr()
     semaphore = end + 16 if ordered else end
     if config is None:

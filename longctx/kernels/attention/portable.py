@@ -14,6 +14,9 @@ A sink z of the query's head joins the softmax and has no value. The sums end as
 
 The backward takes lse' and o' for lse and o, and dz = -Σ_i exp(z - lse'_i) · delta_i.
 
+A key bias b joins as key_bias.py says, relative to the last key r of a query: scores get b_j - b_r,
+a sink is z - b_r, and db_j = Σ_i ds_ij.
+
 Exponentials are taken in base 2, with scale·log2(e) folded into one multiply-add. A program of the
 forward and of the dq kernel owns a tile of queries and loops over keys; one of the dk/dv kernel
 owns a tile of keys and loops over the queries of its whole group. Nothing is added atomically, so
@@ -38,9 +41,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longctx.kernels.attention import Gradients, Intervals, Saved, Scores
+from longctx.kernels.attention.key_bias import reference
 from longctx.kernels.attention.launch import Launch, launch_config
 from longctx.kernels.attention.relaunch import Relaunch, first_launch
 
@@ -51,7 +56,7 @@ ROW = tl.constexpr(128)
 # rows of a program of `delta_kernel`: few, so that many programs wait for memory at a time
 DELTA_ROWS = tl.constexpr(32)
 # never specialized on: any length reuses the compiled kernel
-LENGTHS = ["Tq", "Tk", "Hq", "heads", "l2_heads", "stride_ib"]
+LENGTHS = ["Tq", "Tk", "Hq", "heads", "l2_heads", "stride_ib", "stride_bb"]
 L2_BYTES = 32 << 20  # of the cache, for the tiles that the heads of a group load again and again
 
 
@@ -131,6 +136,19 @@ def _store(x, value, t, T, stride_t, D: tl.constexpr, PAD: tl.constexpr, ROWS: t
 
 
 @triton.jit
+def _row(bias, b, h, Tk, stride_b):
+    """Return the beginning of head h of row b of a key bias or its gradient."""
+    return bias + b.to(tl.int64) * stride_b + h.to(tl.int64) * Tk
+
+
+@triton.jit
+def _keys(bias, n, Tk, SIZE: tl.constexpr):
+    """Load the bias of keys n .. n+SIZE; past the end it is 0."""
+    j = n + tl.arange(0, SIZE)
+    return tl.load(bias + j, mask=j < Tk, other=0.0)
+
+
+@triton.jit
 def _finite(x):
     """Return x with NaN and ±inf replaced by 0."""
     return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0).to(x.dtype)
@@ -156,6 +174,12 @@ def softcapped(s, scale_log2, SOFTCAP: tl.constexpr):
     """Return capped scores, in the units of the products s = q·k, and their derivative by s."""
     tanh = _tanh(s * (scale_log2 / (SOFTCAP * LOG2E)))
     return tanh * (SOFTCAP * LOG2E / scale_log2), 1.0 - tanh * tanh
+
+
+@triton.jit
+def biased(s, bias_j, bias_r, scale_log2):
+    """Return scores s with b_j - b_r, in the units of the products."""
+    return s + (bias_j - bias_r) * (LOG2E / scale_log2)
 
 
 @triton.jit
@@ -192,9 +216,9 @@ def _own_queries(
 def _forward_tile(
     q, m, l, acc,
     k, k_row, k_col, v, v_row, v_col,
-    n, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
-    D: tl.constexpr, PAD: tl.constexpr, BN: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    n, Tk, stride_kt, stride_vt, first_i, last_i, bias, bias_r, scale_log2,
+    D: tl.constexpr, PAD: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return m, l, acc after one more tile of keys, from n on, by online softmax."""
     # s = q·k, in fp32
@@ -202,6 +226,8 @@ def _forward_tile(
     s = tl.dot(q, kj.T, input_precision=PRECISION)
     if SOFTCAP is not None:
         s, _ = softcapped(s, scale_log2, SOFTCAP)
+    if BIAS:
+        s = biased(s, _keys(bias, n, Tk, BN)[None, :], bias_r[:, None], scale_log2)
     vj = _load(v, v_row, v_col, n, Tk, stride_vt, D, PAD, BN, TMA)
     if MASKED:
         j = n + tl.arange(0, BN)
@@ -226,15 +252,16 @@ def _forward_tile(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
-    q, k, v, out, lse, first, last, sinks, scale_log2,
+    q, k, v, out, lse, first, last, sinks, bias, scale_log2,
     stride_qb, stride_qt, stride_qh,
     stride_kb, stride_kt, stride_kh,
     stride_vb, stride_vt, stride_vh,
-    stride_ib,
+    stride_ib, stride_bb,
     Tq, Tk, Hq, heads, l2_heads,
     GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    BIAS: tl.constexpr,
 ):  # fmt: skip
     """Compute out (B, Tq, Hq, D) contiguous and lse, for BM queries of one head."""
     # the queries of this program, and the tiles of keys in their sight
@@ -246,6 +273,10 @@ def forward_kernel(
     k, k_row, k_col = _head(k, b, h // GROUP, Tk, stride_kb, stride_kh, TMA)
     v, v_row, v_col = _head(v, b, h // GROUP, Tk, stride_vb, stride_vh, TMA)
     qi = _load(q, q_row, q_col, m0, Tq, stride_qt, D, PAD, BM, TMA)
+    bias_r = 0.0
+    if BIAS:
+        bias = _row(bias, b, h, Tk, stride_bb)
+        bias_r = tl.load(bias + tl.maximum(last_i, 0))
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, PAD], tl.float32)
@@ -258,15 +289,15 @@ def forward_kernel(
             m, l, acc = _forward_tile(
                 qi, m, l, acc,
                 k, k_row, k_col, v, v_row, v_col,
-                n * BN, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
-                D, PAD, BN, TMA, PRECISION, SOFTCAP, MASKED,
+                n * BN, Tk, stride_kt, stride_vt, first_i, last_i, bias, bias_r, scale_log2,
+                D, PAD, BN, TMA, PRECISION, SOFTCAP, BIAS, MASKED,
             )  # fmt: skip
 
     # epilogue: out and lse
     l = tl.where(l == 0.0, 1.0, l)
     lse_i = m * LN2 + tl.log(l)
     if SINKS:
-        lse_i, growth = with_sink(lse_i, tl.load(sinks + h))
+        lse_i, growth = with_sink(lse_i, tl.load(sinks + h) - bias_r)
         l *= growth
     acc = acc / l[:, None]
     tl.store(lse + bh.to(tl.int64) * Tq + i, lse_i, mask=i < Tq)
@@ -275,11 +306,12 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def delta_kernel(
-    out, do, lse, dlse, sinks, lse2, delta, dsinks,
+    out, do, lse, dlse, sinks, bias_r, lse2, delta, dsinks,
     stride_ob, stride_ot, stride_oh,
     stride_gb, stride_gt, stride_gh,
     Tq, Hq,
     D: tl.constexpr, PAD: tl.constexpr, HAS_DLSE: tl.constexpr, SINKS: tl.constexpr,
+    BIAS: tl.constexpr,
 ):  # fmt: skip
     """Compute delta = Σ do·o - dlse, the lse in base 2, and each program's part of dsinks, (Hq, n).
 
@@ -303,7 +335,10 @@ def delta_kernel(
     # base 2, as the other kernels take it
     x = tl.load(lse + at, mask=i < Tq, other=float("-inf"))
     if SINKS:
-        p = tl.where(x == float("-inf"), 0.0, tl.exp(tl.load(sinks + h) - x))
+        sink = tl.load(sinks + h)
+        if BIAS:
+            sink -= tl.load(bias_r + bh * padded + i)
+        p = tl.where(x == float("-inf"), 0.0, tl.exp(sink - x))
         tl.store(dsinks + h * (tl.num_programs(0) // Hq) + tile, -tl.sum(p * total, 0))
     at = bh * padded + i
     tl.store(lse2 + at, tl.where(x == float("-inf"), float("inf"), x * LOG2E))
@@ -312,13 +347,14 @@ def delta_kernel(
 
 @triton.jit
 def _dkv_tile(
-    k, v, dk, dv,
-    q, q_row, q_col, do, do_row, do_col, lse2, delta,
+    k, v, dk, dv, dbias,
+    q, q_row, q_col, do, do_row, do_col, lse2, delta, bias_j, bias_r,
     m0, Tq, stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2,
     D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return dk, if DK, and dv, if DV, of a tile of keys after more queries, from m0 on.
+    """Return dk and dbias, if DK, and dv, if DV, of a tile of keys after more queries, from m0 on.
 
     Scores are transposed, so that p and ds are register operands.
     """
@@ -332,6 +368,8 @@ def _dkv_tile(
     s = tl.dot(k, qi.T, input_precision=PRECISION)
     if SOFTCAP is not None:
         s, slope = softcapped(s, scale_log2, SOFTCAP)
+    if BIAS:
+        s = biased(s, bias_j[:, None], tl.load(bias_r + i)[None, :], scale_log2)
     p = tl.exp2(s * scale_log2 - lse_i[None, :])
     do_i = _load(do, do_row, do_col, m0, Tq, stride_gt, D, PAD, BM, TMA)
     if MASKED:
@@ -343,28 +381,34 @@ def _dkv_tile(
         dv = tl.dot(p.to(do_i.dtype), do_i, dv, input_precision=PRECISION)
     if DK:
         ds = p * (tl.dot(v, do_i.T, input_precision=PRECISION) - delta_i[None, :])
+        # dbias += Σ ds, without scale and slope: it was added behind them
+        if BIAS:
+            dbias += tl.sum(tl.where(visible, ds, 0.0) if MASKED else ds, 1)
         if SOFTCAP is not None:
             ds *= slope
         if MASKED:
             ds = tl.where(visible, ds, 0.0)
         dk = tl.dot(ds.to(qi.dtype), qi, dk, input_precision=PRECISION)
-    return dk, dv
+    return dk, dv, dbias
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def dkv_kernel(
-    q, k, v, do, lse2, delta, dk_out, dv_out, qfirst, qlast, scale, scale_log2,
+    q, k, v, do, lse2, delta, bias, bias_r, dk_out, dv_out, dbias_out, qfirst, qlast,
+    scale, scale_log2,
     stride_qb, stride_qt, stride_qh,
     stride_kb, stride_kt, stride_kh,
     stride_vb, stride_vt, stride_vh,
     stride_gb, stride_gt, stride_gh,
-    stride_ib,
+    stride_ib, stride_bb,
     Tq, Tk, Hq, heads, l2_heads,
     GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv (B, Tk, Hkv, D) contiguous, for BN keys of one key-value head."""
+    """Compute dk and dv (B, Tk, Hkv, D) contiguous, for BN keys of one key-value head, and dbias
+    (B, Hq, Tk) contiguous of its group.
+    """
     # the keys, and the tiles of queries that see them
     n_rank, bh = scheduled_tile(tl.program_id(0), tl.cdiv(Tk, BN), heads, l2_heads)
     n0 = n_rank * BN
@@ -390,18 +434,25 @@ def dkv_kernel(
         doh, do_row, do_col = _head(do, b, h, Tq, stride_gb, stride_gh, TMA)
         # lse2 and delta have rows padded to a multiple of ROW
         row = (b * Hq + h).to(tl.int64) * tl.cdiv(Tq, ROW) * ROW
+        bias_j = 0.0
+        dbias = 0.0
+        if BIAS:
+            bias_j = _keys(_row(bias, b, h, Tk, stride_bb), n0, Tk, BN)
+            dbias = tl.zeros([BN], tl.float32)
 
         # steady state: tiles that need no mask; then the few masked ones, without a pipeline
         for MASKED in tl.static_range(2):
             start, end = (0, masked) if MASKED else (full_lo, full_hi)
             for t in tl.range(start, end, num_stages=1 if MASKED else STAGES):
                 m = masked_tile(t, lo, full_lo, full_hi) if MASKED else t
-                dk, dv = _dkv_tile(
-                    kj, vj, dk, dv,
-                    qh, q_row, q_col, doh, do_row, do_col, lse2 + row, delta + row,
+                dk, dv, dbias = _dkv_tile(
+                    kj, vj, dk, dv, dbias, qh, q_row, q_col, doh, do_row, do_col,
+                    lse2 + row, delta + row, bias_j, bias_r + row,
                     m * BM, Tq, stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2,
-                    D, PAD, BM, DK, DV, TMA, PRECISION, SOFTCAP, MASKED,
+                    D, PAD, BM, DK, DV, TMA, PRECISION, SOFTCAP, BIAS, MASKED,
                 )  # fmt: skip
+        if BIAS and DK:
+            tl.store(_row(dbias_out, b, h, Tk, Hq * Tk) + j, dbias, mask=j < Tk)
 
     # epilogue
     offset = (b.to(tl.int64) * Tk * Hkv + hk) * D
@@ -415,9 +466,9 @@ def dkv_kernel(
 def _dq_tile(
     q, do, dq, lse_i, delta_i,
     k, k_row, k_col, v, v_row, v_col,
-    n, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
-    D: tl.constexpr, PAD: tl.constexpr, BN: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    n, Tk, stride_kt, stride_vt, first_i, last_i, bias, bias_r, scale_log2,
+    D: tl.constexpr, PAD: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return dq of a tile of queries after one more tile of keys, from n on."""
     # p again from the saved lse, then ds
@@ -428,6 +479,8 @@ def _dq_tile(
     s = tl.dot(q, kj.T, input_precision=PRECISION)
     if SOFTCAP is not None:
         s, slope = softcapped(s, scale_log2, SOFTCAP)
+    if BIAS:
+        s = biased(s, _keys(bias, n, Tk, BN)[None, :], bias_r[:, None], scale_log2)
     p = tl.exp2(s * scale_log2 - lse_i[:, None])
     ds = p * (tl.dot(do, vj.T, input_precision=PRECISION) - delta_i[:, None])
     if SOFTCAP is not None:
@@ -440,16 +493,16 @@ def _dq_tile(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def dq_kernel(
-    q, k, v, do, lse2, delta, dq_out, first, last, scale, scale_log2,
+    q, k, v, do, lse2, delta, bias, bias_r, dq_out, first, last, scale, scale_log2,
     stride_qb, stride_qt, stride_qh,
     stride_kb, stride_kt, stride_kh,
     stride_vb, stride_vt, stride_vh,
     stride_gb, stride_gt, stride_gh,
-    stride_ib,
+    stride_ib, stride_bb,
     Tq, Tk, Hq, heads, l2_heads,
     GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Compute dq (B, Tq, Hq, D) contiguous, for BM queries of one head."""
     # the queries of this program, and the tiles of keys in their sight
@@ -467,6 +520,10 @@ def dq_kernel(
     row = bh.to(tl.int64) * tl.cdiv(Tq, ROW) * ROW
     lse_i = tl.load(lse2 + row + i)
     delta_i = tl.load(delta + row + i)
+    bias_i = 0.0
+    if BIAS:
+        bias = _row(bias, b, h, Tk, stride_bb)
+        bias_i = tl.load(bias_r + row + i)
     dq = tl.zeros([BM, PAD], tl.float32)
 
     # steady state: tiles that need no mask; then the few masked ones, without a pipeline
@@ -477,8 +534,8 @@ def dq_kernel(
             dq = _dq_tile(
                 qi, do_i, dq, lse_i, delta_i,
                 k, k_row, k_col, v, v_row, v_col,
-                n * BN, Tk, stride_kt, stride_vt, first_i, last_i, scale_log2,
-                D, PAD, BN, TMA, PRECISION, SOFTCAP, MASKED,
+                n * BN, Tk, stride_kt, stride_vt, first_i, last_i, bias, bias_i, scale_log2,
+                D, PAD, BN, TMA, PRECISION, SOFTCAP, BIAS, MASKED,
             )  # fmt: skip
     _store(dq_out + (b.to(tl.int64) * Tq * Hq + h) * D, dq * scale, m0, Tq, Hq * D, D, PAD, BM)
 
@@ -505,14 +562,16 @@ def forward(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, Hq, Tq, dtype=torch.float32, device=q.device)
     c = launch_config("forward", q, k.shape[1])
+    bias, stride_bb = bias_or(lse, scores)
     with torch.cuda.device_of(q):
         forward_kernel[(triton.cdiv(Tq, c.BM) * B * Hq,)](
             *(_operand(x, rows, tma) for x, rows in ((q, c.BM), (k, c.BN), (v, c.BN))),
-            *(out, lse, intervals.first, intervals.last, sinks_or(lse, scores)),
+            *(out, lse, intervals.first, intervals.last, sinks_or(lse, scores), bias),
             scores.scale * LOG2E.value,
             *(*strides_of(q), *strides_of(k), *strides_of(v), batch_stride(intervals.first)),
+            stride_bb,
             *(Tq, k.shape[1], Hq, B * Hq, heads_in_l2(k, B * Hq, Hq // k.shape[2])),
-            **_constants(q, k, c, tma, scores.softcap),
+            **_constants(q, k, c, tma, scores),
             SINKS=scores.sinks is not None,
         )
     return out, lse
@@ -521,24 +580,27 @@ def forward(
 def backward(
     do: Tensor, dlse: Tensor | None, saved: Saved, intervals: Intervals, scores: Scores
 ) -> Gradients:
-    """Return dq, dk, dv, contiguous, and dsinks."""
+    """Return dq, dk, dv, contiguous, dsinks and dkey_bias."""
     q, k, v, out, lse = saved
     B, Tq, Hq, D = q.shape
     Tk, Hkv = k.shape[1:3]
     tma = _use_tma(q)
     q, k, v, do = (_addressable(x, tma) for x in (q, k, v, do))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    lse2, delta, dsinks = preprocess(do, dlse, out, lse, scores.sinks)
+    bias_r = padded_reference(lse, scores, intervals)
+    lse2, delta, dsinks = preprocess(do, dlse, out, lse, scores.sinks, bias_r)
+    bias, stride_bb = bias_or(lse, scores)
+    dbias = None if bias_r is None else lse.new_empty(B, Hq, Tk)
+    given = bias, lse if bias_r is None else bias_r
 
     def launch(kernel, c, tiles, heads, l2_heads, outputs, ends, **constants):
         operands = (q, c.BM), (k, c.BN), (v, c.BN), (do, c.BM)
         strides = *(n for x in (q, k, v, do) for n in strides_of(x)), batch_stride(ends[0])
         kernel[(tiles * heads,)](
             *(_operand(x, rows, tma) for x, rows in operands),
-            *(lse2, delta, *outputs, *ends, scores.scale, scores.scale * LOG2E.value),
-            *strides,
-            *(Tq, Tk, Hq, heads, l2_heads),
-            **_constants(q, k, c, tma, scores.softcap),
+            *(lse2, delta, *given, *outputs, *ends, scores.scale, scores.scale * LOG2E.value),
+            *(*strides, stride_bb, Tq, Tk, Hq, heads, l2_heads),
+            **_constants(q, k, c, tma, scores),
             **constants,
         )
 
@@ -549,13 +611,14 @@ def backward(
         # the registers of a multiprocessor hold two sums of 256 channels, or one of 512
         for DK, DV in ((True, True),) if D <= 256 else ((True, False), (False, True)):
             ends = intervals[2:4]
-            launch(dkv_kernel, c, tiles, heads, l2_heads, (dk, dv), ends, DK=DK, DV=DV)
+            outputs = dk, dv, lse if dbias is None else dbias
+            launch(dkv_kernel, c, tiles, heads, l2_heads, outputs, ends, DK=DK, DV=DV)
 
         # a program owns queries and goes over keys: it adds up dq
         c, heads = launch_config("dq", q, Tk), B * Hq
         tiles, l2_heads = triton.cdiv(Tq, c.BM), heads_in_l2(k, heads, Hq // Hkv)
         launch(dq_kernel, c, tiles, heads, l2_heads, (dq,), intervals[:2])
-    return Gradients(dq, dk, dv, dsinks)
+    return Gradients(dq, dk, dv, dsinks, dbias)
 
 
 def sinks_or(lse: Tensor, scores: Scores) -> Tensor:
@@ -563,8 +626,27 @@ def sinks_or(lse: Tensor, scores: Scores) -> Tensor:
     return lse if scores.sinks is None else scores.sinks
 
 
+def bias_or(lse: Tensor, scores: Scores) -> tuple[Tensor, int]:
+    """Return the key bias and the stride of its batch, or the place of a kernel that has none."""
+    bias = scores.key_bias
+    return (lse, 0) if bias is None else (bias, bias.stride(0))
+
+
+def padded_reference(lse: Tensor, scores: Scores, intervals: Intervals) -> Tensor | None:
+    """Return the `reference` of each query in rows like delta's, if there is a key bias."""
+    if scores.key_bias is None:
+        return None
+    ref = reference(scores.key_bias, intervals.last)
+    return pad(ref, (0, padded_rows(lse)[2] - lse.shape[2]))
+
+
 def preprocess(
-    do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor | None
+    do: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    bias_r: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return lse in base 2 and delta, each (B, Hq, Tq padded to a multiple of ROW) float32, and
     the gradient of `sinks`, if any.
@@ -572,7 +654,7 @@ def preprocess(
     lse2, delta = lse.new_empty((2, *padded_rows(lse))).unbind()
     parts = lse2 if sinks is None else lse.new_empty(sink_parts(lse))
     with torch.cuda.device_of(out):
-        preprocess_into(lse2, delta, parts, do, dlse, out, lse, sinks)
+        preprocess_into(lse2, delta, parts, do, dlse, out, lse, sinks, bias_r)
     return lse2, delta, None if sinks is None else parts.sum(1)
 
 
@@ -597,26 +679,26 @@ def preprocess_into(
     out: Tensor,
     lse: Tensor,
     sinks: Tensor | None,
+    bias_r: Tensor | None = None,
 ) -> Relaunch | None:
     """Compute `lse2`, `delta` and the parts of `dsinks`; return how to do it again, or None in the
     interpreter.
 
-    The addresses are those of out, do, lse, dlse, sinks (or lse again), lse2, delta and dsinks.
+    The addresses are those of out, do, lse, dlse, sinks, bias_r (or lse again), lse2, delta and
+    dsinks. `bias_r` is the `padded_reference`.
     """
     Tq, Hq, D = out.shape[1:]
     dlse = None if dlse is None else dlse.contiguous()
-    given = (lse if x is None else x for x in (dlse, sinks))
+    given = (lse if x is None else x for x in (dlse, sinks, bias_r))
     pointers = out, do, lse, *given, lse2, delta, dsinks
     scalars = *strides_of(out), *strides_of(do), Tq, Hq
-    has = dict(HAS_DLSE=dlse is not None, SINKS=sinks is not None)
+    has = dict(HAS_DLSE=dlse is not None, SINKS=sinks is not None, BIAS=bias_r is not None)
     constants = dict(D=D, PAD=triton.next_power_of_2(D), **has)
     programs = padded_rows(lse).numel() // DELTA_ROWS.value
     return first_launch(delta_kernel, programs, (), pointers, scalars, constants, num_warps=8)
 
 
-def _constants(
-    q: Tensor, k: Tensor, c: Launch, tma: bool, softcap: float | None
-) -> dict[str, object]:
+def _constants(q: Tensor, k: Tensor, c: Launch, tma: bool, scores: Scores) -> dict[str, object]:
     D = q.shape[3]
     return dict(
         GROUP=q.shape[2] // k.shape[2],
@@ -627,7 +709,8 @@ def _constants(
         STAGES=c.stages,
         TMA=tma,
         PRECISION="ieee",
-        SOFTCAP=softcap,
+        SOFTCAP=scores.softcap,
+        BIAS=scores.key_bias is not None,
         num_warps=c.warps,
         num_stages=c.stages,
     )

@@ -44,7 +44,8 @@ class SelfTestFailed(ValueError):
 class Problem(NamedTuple):
     """Integer inputs and the exact results, fp32.
 
-    q, do, out, dq are (1, Tq, G, D); k, v, dk, dv (1, Tk, 1, D); sinks, dsinks (G,).
+    q, do, out, dq are (1, Tq, G, D); k, v, dk, dv (1, Tk, 1, D); sinks, dsinks (G,); key_bias,
+    dkey_bias (1, G, Tk).
     """
 
     q: Tensor
@@ -62,6 +63,8 @@ class Problem(NamedTuple):
     dv: Tensor
     sinks: Tensor | None
     dsinks: Tensor
+    key_bias: Tensor | None
+    dkey_bias: Tensor
 
 
 _trusted: set[tuple[Any, ...]] = set()
@@ -77,6 +80,7 @@ def trust(
     run: Callable[..., Any],
     has_sinks: bool = False,
     short: bool = False,
+    has_bias: bool = False,
 ) -> None:
     """Test `run`, the "forward" or "backward" of `implementation`, for tensors like q and k.
 
@@ -90,7 +94,8 @@ def trust(
         bucket = launch.longest_bucket(
             (name for name, its in launch.PORTABLE.items() if its == part), q, k.shape[1]
         )
-    key = (part, implementation, q.device, q.dtype, q.shape[3], group, bucket, has_sinks, short)
+    shapes, variant = (q.shape[3], group, bucket), (has_sinks, short, has_bias)
+    key = (part, implementation, q.device, q.dtype, *shapes, *variant)
     if key in _trusted or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     with _testing[part], torch.no_grad():
@@ -98,8 +103,7 @@ def trust(
             return
         # longer problems in fewer copies: the test takes about the same time
         copies = max(2, max(COPIES // group, 20) * QUERIES // (bucket + QUERIES))
-        shapes = q.shape[3], group, bucket, copies, has_sinks, short
-        error = check(part, run, q.device, q.dtype, *shapes)
+        error = check(part, run, q.device, q.dtype, *shapes, copies, *variant)
         if error:
             raise SelfTestFailed(_message(part, implementation, q, error))
         _trusted.add(key)
@@ -116,10 +120,11 @@ def check(
     copies: int = 1,
     has_sinks: bool = False,
     short: bool = False,
+    has_bias: bool = False,
 ) -> str | None:
     """Return the first mistake of `run`, the `part` of some `Kernels`, or None."""
     with _making, torch.device("cpu"), one_thread():  # whatever the default device is
-        x = problem(head_dim, group, bucket, has_sinks)
+        x = problem(head_dim, group, bucket, has_sinks, has_bias)
     # copies of one problem keep all multiprocessors busy, and must agree
     inputs = (x.q, x.k, x.v, x.do, x.given_out)
     q, k, v, do, out = (t.to(device, dtype).repeat(copies, 1, 1, 1) for t in inputs)
@@ -129,14 +134,18 @@ def check(
     qlast = torch.searchsorted(x.first, keys, right=True, out_int32=True) - 1
     first, last, qfirst, qlast = (end.to(device) for end in (x.first, x.last, qfirst, qlast))
     intervals = Intervals(first, last, qfirst, qlast, short)
-    scores = Scores(SCALE, sinks=None if x.sinks is None else x.sinks.to(device))
+    sinks = None if x.sinks is None else x.sinks.to(device)
+    bias = None if x.key_bias is None else x.key_bias.to(device).expand(copies, -1, -1)
+    scores = Scores(SCALE, None, sinks, bias)
     if part == "forward":
         output = run(q, k, v, intervals, scores)
         results = zip(("out", "lse"), output, (x.out, x.lse), strict=True)
     else:
         saved = Saved(q, k, v, out, x.given_lse.to(device).repeat(copies, 1, 1))
-        *gradients, dsinks = run(do, None, saved, intervals, scores)
-        results = zip(("dq", "dk", "dv"), gradients, (x.dq, x.dk, x.dv), strict=True)
+        dq, dk, dv, dsinks, dkey_bias = run(do, None, saved, intervals, scores)
+        names = ("dq", "dk", "dv", "dkey_bias")[: 3 + has_bias]
+        found, right = (dq, dk, dv, dkey_bias), (x.dq, x.dk, x.dv, x.dkey_bias)
+        results = zip(names, found, right, strict=False)
         if has_sinks:  # all copies add to it
             wrong = _difference(dsinks.cpu().double(), x.dsinks * copies, dsinks.dtype)
             if wrong:
@@ -185,7 +194,9 @@ def one_thread() -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=1)  # forward and backward have the same
-def problem(head_dim: int, group: int, bucket: int, has_sinks: bool = False) -> Problem:
+def problem(
+    head_dim: int, group: int, bucket: int, has_sinks: bool = False, has_bias: bool = False
+) -> Problem:
     """Return inputs and their exact results; no query sees the first `bucket` keys."""
     Tq, Tk = QUERIES, bucket + QUERIES + AHEAD
     q, do = (_sparse(Tq * group, head_dim, seed).view(1, Tq, group, head_dim) for seed in (1, 2))
@@ -207,23 +218,30 @@ def problem(head_dim: int, group: int, bucket: int, has_sinks: bool = False) -> 
     # a sink, too, is an integer power of two
     sink2 = integers((group,), 6, 5) + 4
     dsinks = torch.zeros(group, dtype=torch.float64)
+    # biases that rise by 0 or 1 in base 2, relative to the last key of a query
+    bias2 = integers((1, group, Tk), 7, 2) * has_bias
+    ref2 = bias2[0, :, last.clamp(min=0)]
+    dbias = torch.zeros(1, group, Tk, dtype=torch.float64)
     for h in range(group):
         qi, doi = q[0, :, h], do[0, :, h]
-        p = torch.where(visible, torch.ldexp(torch.ones(()), qi @ kj.T), 0.0)
-        total = p.sum(1).double() + (2.0 ** sink2[h] if has_sinks else 0.0)
+        s2 = qi @ kj.T + bias2[0, h, bucket:] - ref2[h, :, None]
+        p = torch.where(visible, torch.ldexp(torch.ones(()), s2), 0.0)
+        total = p.sum(1).double() + (2.0 ** (sink2[h] - ref2[h]) if has_sinks else 0.0)
         out[0, :, h] = (p @ vj).double() / total.clamp(min=1e-9)[:, None]
         lse[0, h] = total.log()
         # backward: lse and out are given, whatever forward computed
         p = p * 2.0**-LSE2
         ds = p * (doi @ vj.T - (doi * given_out[0, :, h]).sum(1, keepdim=True))
+        dbias[0, h, bucket:] = ds.sum(0).double()
         dv[0, bucket:, 0] += (p.T @ doi).double()
         dk[0, bucket:, 0] += (ds.T @ qi).double() * SCALE
         dq[0, :, h] = (ds @ kj).double() * SCALE
         delta = (doi * given_out[0, :, h]).sum(1)
-        dsinks[h] = -(2.0 ** (sink2[h] - LSE2)) * delta[i >= BLIND].sum()
+        dsinks[h] = -(2.0 ** (sink2[h] - ref2[h] - LSE2) * delta)[i >= BLIND].sum()
     given = q, k, v, do, first[None], last[None], given_out, given_lse
     sinks = sink2 * SCALE if has_sinks else None
-    return Problem(*given, out, lse, dq, dk, dv, sinks, dsinks)
+    key_bias = bias2 * SCALE if has_bias else None
+    return Problem(*given, out, lse, dq, dk, dv, sinks, dsinks, key_bias, dbias)
 
 
 def _sparse(rows: int, columns: int, seed: int) -> Tensor:

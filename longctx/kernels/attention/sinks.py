@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out (B, T, H, D) and lse (B, H, T) with `sinks` (H,), from out and lse without.
+    """Return out (B, T, H, D) and lse (B, H, T) with `sinks`, from out and lse without.
 
-    A query that sees no key gets output 0 and its head's sink for lse.
+    `sinks` are the `relative_sinks`. A query that sees no key gets output 0 and its sink for lse.
     """
-    sinks = sinks.to(lse.dtype)[:, None]
+    sinks = sinks.to(lse.dtype)
     sees_nothing = lse == float("-inf")
     # both -inf, they would have no gradient
     seen = lse.masked_fill(sees_nothing, 0.0)
@@ -29,7 +29,10 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 def gradient_of_sinks(
     sinks: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> Tensor:
-    """Return (H,): a sink takes p = exp(z - lse) of each query, and scales out by 1 - p."""
-    p = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
+    """Return (H,): a sink takes p = exp(z - lse) of each query, and scales out by 1 - p.
+
+    `sinks` are the `relative_sinks`.
+    """
+    p = torch.exp(sinks.to(lse.dtype) - lse).masked_fill(lse == float("-inf"), 0.0)
     delta = (do * out).sum(-1, dtype=lse.dtype).transpose(1, 2)
     return -(p * (delta if dlse is None else delta - dlse)).sum((0, 2))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.attention import Gradients, Intervals, Saved, Scores
+from longctx.kernels.attention.key_bias import relative_sinks
 from longctx.kernels.attention.sinks import gradient_of_sinks, with_sinks
 
 # queries × keys of a tile: small enough for L2, large enough for the matrix library
@@ -34,11 +35,12 @@ def forward(
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
     for b in range(q.shape[0]):
         ends = _of_sequence(intervals, b)
-        documents = None if scores.softcap else fused_documents(*ends, k.shape[1])
+        plain = not scores.softcap and scores.key_bias is None
+        documents = fused_documents(*ends, k.shape[1]) if plain else None
         if documents is None:
             # any mask: online softmax, tile by tile
             tiled = Saved(q[b], k[b], v[b], out[b], lse[b])
-            _forward_tiles(tiled, *ends, scores)
+            _forward_tiles(tiled, *ends, _of_row(scores, b))
             continue
         # causal documents: torch's fused kernel, one call each
         for start, end, causal in documents:
@@ -50,29 +52,33 @@ def forward(
                 scale=scores.scale,
             )
             out[b, rows], lse[b, :, rows] = o[0].transpose(0, 1), s[0]
-    return (out, lse) if scores.sinks is None else with_sinks(out, lse, scores.sinks)
+    if scores.sinks is None:
+        return out, lse
+    return with_sinks(out, lse, relative_sinks(scores, intervals.last))
 
 
 def backward(
     do: Tensor, dlse: Tensor | None, saved: Saved, intervals: Intervals, scores: Scores
 ) -> Gradients:
-    """Return dq, dk, dv and dsinks for the gradients do of out and dlse of lse."""
+    """Return dq, dk, dv, dsinks and dkey_bias for the gradients do of out and dlse of lse."""
     do = do.contiguous()
     q, k, v, out, lse = saved
     # keys out of sight of all queries keep zero gradients
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dbias = None if scores.key_bias is None else torch.zeros(scores.key_bias.shape)
     for b in range(q.shape[0]):
         ends = _of_sequence(intervals, b)
         # torch's kernel knows no gradient of the lse
-        plain = dlse is None and not scores.softcap
+        plain = dlse is None and not scores.softcap and dbias is None
         documents = fused_documents(*ends, k.shape[1]) if plain else None
         if documents is None:
             # any mask: tile by tile
             delta = (do[b].float() * out[b].float()).sum(-1).T
             delta = delta if dlse is None else delta - dlse[b]
             of_one = Saved(*(x[b] for x in saved))
-            gradients = _backward_tiles(do[b], delta, of_one, *ends, scores)
-            for target, gradient in zip((dq[b], dk[b], dv[b]), gradients, strict=True):
+            gradients = _backward_tiles(do[b], delta, of_one, *ends, _of_row(scores, b))
+            targets = dq[b], dk[b], dv[b], *(() if dbias is None else (dbias[b],))
+            for target, gradient in zip(targets, gradients, strict=False):
                 target.copy_(gradient)
             continue
         for start, end, causal in documents:
@@ -92,15 +98,22 @@ def backward(
             for target, grad in ((dk, grads[1]), (dv, grads[2])):
                 of_group = grad[0].unflatten(0, (k.shape[2], -1)).float()
                 target[b, cols] += of_group.sum(1).transpose(0, 1).to(k.dtype)
-    if scores.sinks is None:
-        return Gradients(dq, dk, dv)
-    return Gradients(dq, dk, dv, gradient_of_sinks(scores.sinks, do, dlse, out, lse))
+    dsinks = None
+    if scores.sinks is not None:
+        sinks = relative_sinks(scores, intervals.last)
+        dsinks = gradient_of_sinks(sinks, do, dlse, out, lse)
+    return Gradients(dq, dk, dv, dsinks, dbias)
 
 
 def _of_sequence(intervals: Intervals, b: int) -> tuple[Tensor, Tensor]:
     """Return first and last (Tq,) of sequence b."""
     first, last = intervals.first, intervals.last
     return first[b % first.shape[0]], last[b % last.shape[0]]
+
+
+def _of_row(scores: Scores, b: int) -> Scores:
+    """Return the scores of sequence b; the key bias is (Hq, Tk)."""
+    return scores if scores.key_bias is None else scores._replace(key_bias=scores.key_bias[b])
 
 
 def fused_documents(first: Tensor, last: Tensor, Tk: int) -> list[tuple[int, int, bool]] | None:
@@ -140,11 +153,11 @@ def _tiles(first: Tensor, last: Tensor) -> Iterator[tuple[slice, slice, Tensor |
 
 
 def _scores(
-    q: Tensor, k: Tensor, visible: Tensor | None, scores: Scores
+    q: Tensor, k: Tensor, visible: Tensor | None, scores: Scores, keys: slice, last: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Return scores (Hkv, G, rows, keys) float32, -inf out of sight, and tanh of a softcap.
 
-    q is (rows, Hkv, G, D), k (keys, Hkv, D).
+    q is (rows, Hkv, G, D), k (keys, Hkv, D), `keys` their places, `last` (rows,).
     """
     assert scores.scale is not None
     s = torch.einsum("ihgd,jhd->hgij", q.float(), k.float()) * scores.scale
@@ -152,6 +165,9 @@ def _scores(
     if scores.softcap:
         tanh = (s / scores.softcap).tanh()
         s = scores.softcap * tanh
+    if scores.key_bias is not None:
+        bias = scores.key_bias.unflatten(0, s.shape[:2])
+        s += bias[..., None, keys] - bias[..., last.long().clamp(min=0)][..., None]
     return s if visible is None else s.masked_fill(~visible, float("-inf")), tanh
 
 
@@ -164,7 +180,7 @@ def _forward_tiles(x: Saved, first: Tensor, last: Tensor, scores: Scores) -> Non
     l = torch.zeros_like(m)
     acc = torch.zeros(x.k.shape[1], G, *x.q.shape[::2])
     for i, j, visible in _tiles(first, last):
-        s, _ = _scores(qg[i], x.k[j], visible, scores)
+        s, _ = _scores(qg[i], x.k[j], visible, scores, j, last[i])
         m_new = torch.maximum(m[..., i], s.amax(-1))
         # a query that has seen nothing yet: -inf - -inf would be NaN
         shift = m_new.masked_fill(m_new == float("-inf"), 0.0)
@@ -179,8 +195,8 @@ def _forward_tiles(x: Saved, first: Tensor, last: Tensor, scores: Scores) -> Non
 
 def _backward_tiles(
     do: Tensor, delta: Tensor, saved: Saved, first: Tensor, last: Tensor, scores: Scores
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, fp32, of one sequence (T, H, D)."""
+) -> tuple[Tensor, ...]:
+    """Return dq, dk, dv and dkey_bias, fp32, of one sequence (T, H, D)."""
     q, k, v, _, lse = saved
     G = q.shape[1] // k.shape[1]
     qg, dog = (x.unflatten(1, (-1, G)) for x in (q, do))
@@ -189,14 +205,18 @@ def _backward_tiles(
     # p of a query that sees nothing is exp(-inf) = 0
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (qg, k, v))
+    dbias = torch.zeros(q.shape[1], k.shape[0])
     for i, j, visible in _tiles(first, last):
-        s, tanh = _scores(qg[i], k[j], visible, scores)
+        s, tanh = _scores(qg[i], k[j], visible, scores, j, last[i])
         p = (s - lse[..., i, None]).exp()
         dv[j] += torch.einsum("hgij,ihgd->jhd", p, dog[i].float())
         dp = torch.einsum("ihgd,jhd->hgij", dog[i].float(), v[j].float())
-        ds = p * (dp - delta[..., i, None]) * scores.scale
+        ds = p * (dp - delta[..., i, None])
+        if scores.key_bias is not None:
+            dbias[:, j] += ds.sum(2).flatten(0, 1)
+        ds *= scores.scale
         if tanh is not None:
             ds *= 1 - tanh.square()
         dk[j] += torch.einsum("hgij,ihgd->jhd", ds, qg[i].float())
         dq[i] += torch.einsum("hgij,jhd->ihgd", ds, k[j].float())
-    return dq.flatten(1, 2), dk, dv
+    return dq.flatten(1, 2), dk, dv, dbias
