@@ -134,6 +134,7 @@ def of_backends() -> Iterator[str]:
         "free intervals, as by `context.method=allgather`": {"mask": Mask("intervals")},
         "`softcap`": {"scores": frozenset(["softcap"])},
         "training with `sinks`": {"scores": frozenset(["sinks"])},
+        "`key_bias`": {"scores": frozenset(["key_bias"])},
         "`deterministic=true`": {"deterministic": True},
         "fp16": {"dtype": torch.float16},
         "fp32": {"dtype": torch.float32},
