@@ -7,6 +7,8 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import triton
+from triton.backends.nvidia import driver
 
 from benchmarks import tune
 from longctx import kernels
@@ -14,7 +16,7 @@ from longctx.kernels.attention import IMPLEMENTATIONS
 from longctx.kernels.attention import launch as configs
 from longctx.kernels.attention.launch import Launch, launch_config, measured, measured_file, table
 from longctx.kernels.attention.portable import ROW
-from longctx.kernels.attention.relaunch import Relaunch
+from longctx.kernels.attention.relaunch import Relaunch, _mapped
 
 TILES = [2**n for n in range(4, 20)]
 
@@ -50,6 +52,30 @@ def test_a_relaunch_takes_addresses_and_holds_no_tensor():
     (descriptor, *rest), options = compiled.__getitem__.return_value.call_args
     assert (rest, options) == ([None, 128, 2.0], {"stream": 1})
     assert (descriptor.base.data_ptr(), descriptor.shape) == (64, [3, 5])
+
+
+def test_the_c_function_gets_what_triton_gives_it(monkeypatch):
+    monkeypatch.setattr(
+        driver, "make_tensordesc_arg", lambda x, meta: [(x.base.data_ptr(), meta), *x.shape]
+    )
+    run, launch = object.__new__(driver.CudaLauncher), MagicMock()
+    run.launch = driver.wrap_handle_tensordesc(launch, {0: "tensordesc<>", 1: "i64"}, ["map"])
+    run.launch_cooperative_grid = run.launch_pdl = False
+    run.global_scratch_size = run.profile_scratch_size = 0
+    run.global_scratch_align = run.profile_scratch_align = 1
+    run.arg_annotations, run.kernel_signature = ["annotation"], b"signature"
+    compiled = MagicMock(run=run, metadata=MagicMock(tensordesc_meta=["map"]))
+    again = Relaunch(compiled, 7, [Descriptor(torch.zeros(3, 5)), None], (2.0,))
+    head = 7, 1, 1, 5, compiled.function, compiled.packed_metadata, None, None, None
+    for address in (64, 128, 64):
+        again(5, (address,), 3)
+        run(*head, _mapped(address, again.likes[0]), None, 3, 2.0)
+        ours, triton_s = launch.call_args_list[-2:]
+        assert ours == triton_s
+    # a profiler sees launches
+    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [print])
+    Relaunch(compiled, 7, [], ())(5, (), 3)
+    compiled.__getitem__.return_value.assert_called_once_with(3, stream=5)
 
 
 # Tables that were measured

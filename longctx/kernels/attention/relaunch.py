@@ -1,56 +1,104 @@
 """Launch a kernel again with other addresses, for a fraction of the first launch's time.
 
-`kernel[grid](...)` looks at every argument to find the compiled kernel that serves them: an
-attention() forward and backward took 1.6 ms of an H200's host with Triton 3.7.1, with the launches
-here 0.7. If shapes, strides, dtypes and alignment match an earlier call, the compiled kernel is
-known. The caller's key must cover all four. A CUDA graph (memory.cuda_graphs) spares the rest of
-the host's time, too.
+`kernel[grid](...)` looks at every argument to find the compiled kernel that serves them, and makes
+every tensor map anew: an attention() forward and backward took 1.6 ms of an H200's host with Triton
+3.7.1. If shapes, strides, dtypes and alignment match an earlier call, the compiled kernel is known,
+and a tensor map is a function of the address. The caller's key must cover all four.
+
+Launches call the C function below Triton's launcher. Its Python (`runner`) serves AMD's GPUs,
+profilers that hook into launches, and versions that have not run. A CUDA graph
+(memory.cuda_graphs) spares the rest of the host's time, too.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from longctx.kernels import TRITON
+
 LAUNCHES = 512  # that are cached for each kernel; a program rarely has more shapes
-
-
-class _At(NamedTuple):
-    """An address, the one part of a tensor that its descriptor reads."""
-
-    address: int
-
-    def data_ptr(self) -> int:
-        return self.address
+TENSOR_MAPS = 1 << 15  # of half a KB, that are cached for all kernels
 
 
 def _mapped(address: int, like: Any) -> Any:
     """Return the descriptor `like` for another address, without the checks of its constructor."""
     x = object.__new__(type(like))
     x.__dict__.update(like.__dict__)
-    x.base = _At(address)
+    x.base = SimpleNamespace(data_ptr=lambda: address)  # the one part of a tensor that it reads
     return x
 
 
 class Relaunch:
     """A compiled kernel, its grid, and its arguments other than addresses."""
 
+    launch: Callable[..., None] | None = None  # the C function, if it is known
+
     def __init__(self, compiled: Any, programs: int, maps: Sequence[Any], tail: tuple[Any, ...]):
-        self.runner: Callable[..., None] = compiled[(programs, 1, 1)]
+        self.grid = programs, 1, 1
+        self.runner: Callable[..., None] = compiled[self.grid]
         self.tail = tail
         # of no tensor: what is cached keeps no memory
         self.likes = [_mapped(0, x) for x in maps if x is not None]
         self.without = (None,) * (len(maps) - len(self.likes))  # maps that this kernel needs not
+        run = getattr(compiled, "run", None)
+        if type(run).__name__ == "CudaLauncher":
+            self._find_launch(compiled, run)
+
+    def _find_launch(self, compiled: Any, run: Any) -> None:
+        """Set the C function below Triton's launcher `run`, and what it takes."""
+        import triton  # a machine without it imports this module
+        from triton.backends.nvidia import driver
+
+        # a launch would allocate the scratch memory
+        has_scratch = run.global_scratch_size or run.profile_scratch_size
+        if has_scratch or not triton.__version__.startswith(TRITON):
+            return
+        # functions that profilers have called at launches, now or later
+        runtime = triton.knobs.runtime
+        self.hooks = runtime.launch_enter_hook.calls, runtime.launch_exit_hook.calls
+        self.make_map = driver.make_tensordesc_arg
+        self.geometries: list[Any] = getattr(compiled.metadata, "tensordesc_meta", None) or []
+        # arguments between the stream and the kernel's own: what `run` gives for a kernel of none
+        given: list[Any] = []
+        spy = copy.copy(run)
+        spy.launch = lambda *arguments: given.extend(arguments[4:])
+        spy(*self.grid, 0, compiled.function, compiled.packed_metadata, None, None, None)
+        self.in_list = given[-1] == ()  # Triton 3.7 takes the kernel's own as one list
+        self.head = given[:-1] if self.in_list else given
+        # a Python function around it makes tensor maps
+        inner = inspect.getclosurevars(run.launch).nonlocals if self.likes else {}
+        self.launch = inner.get("launcher", run.launch)
 
     def __call__(self, stream: int, mapped: Sequence[int], *addresses: int) -> None:
         """Launch with tensor maps of the addresses `mapped`, then `addresses`, in the kernel's
         order.
         """
-        maps = map(_mapped, mapped, self.likes)
-        self.runner(*maps, *self.without, *addresses, *self.tail, stream=stream)
+        if self.launch is None or any(self.hooks):
+            maps = map(_mapped, mapped, self.likes)
+            self.runner(*maps, *self.without, *addresses, *self.tail, stream=stream)
+            return
+        own: list[Any] = []
+        for i, address in enumerate(mapped):
+            own += _tensor_map(self, i, address)
+        own += (*self.without, *addresses, *self.tail)
+        self.launch(*self.grid, stream, *self.head, *([own] if self.in_list else own))
+
+
+@functools.lru_cache(maxsize=TENSOR_MAPS)
+def _tensor_map(of: Relaunch, i: int, address: int) -> list[Any]:
+    """Return map i of a launch for `address`, with shape and strides, as the C function takes it.
+
+    It holds an address and a geometry, no memory: it is right for whatever is there later.
+    """
+    return of.make_map(_mapped(address, of.likes[i]), of.geometries[i])
 
 
 def first_launch(
