@@ -90,7 +90,7 @@ class Description:
 # Backend → its description; `register` adds those from elsewhere
 DESCRIPTIONS: dict[str, Description] = {
     "flash": Description(
-        options={"kernel": ("auto", "portable", "ampere", "hopper")},
+        options={"kernel": ("auto", "portable", "ampere", "hopper"), "prune": (False, True)},
         scores=ALL_SCORES,
         fuses_sinks=True,
         has_backward=True,

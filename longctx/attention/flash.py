@@ -5,15 +5,20 @@ Triton on a GPU, tiles in torch on a CPU; the kernels are in longctx/kernels.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
-from longctx.attention.registry import AttentionRequest, Backend, Gradients, register
+from longctx.attention.registry import AttentionRequest, Backend, Gradients, Output, register
 from longctx.kernels import HAS_TRITON
 from longctx.kernels.attention import IMPLEMENTATIONS, SHORT, Intervals, Saved, Scores, launch
 from longctx.kernels.attention.flash_op import flash_backward, forward_for, implementation, runs
+from longctx.kernels.attention.key_bias import first_keys, relative_sinks
+from longctx.kernels.attention.sinks import with_sinks
 
 
 class Flash(Backend):
@@ -23,6 +28,8 @@ class Flash(Backend):
     the tensors of its row of `IMPLEMENTATIONS`. The last two add dq up in any order unless torch
     uses deterministic algorithms. auto is hopper if that runs, ampere on sm_8x and sm_12x, and
     portable otherwise.
+
+    `prune`: with a key bias, keys that weigh nothing are skipped.
 
     In portable NaN and inf reach only the rows that see them. In the other kernels they also reach
     rows of the same tile.
@@ -61,8 +68,11 @@ class Flash(Backend):
         return None
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, kernel: str = "auto"
-    ) -> tuple[Tensor, Tensor, str]:
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, **options: Any
+    ) -> Output:
+        kernel = options.get("kernel", "auto")
+        if options.get("prune") and scores.key_bias is not None:
+            return self._pruned(mask, scores, kernel, q, k, v)
         chosen = implementation(q.device, q.dtype, q.shape[3], kernel)
         short = mask.window is not None and mask.window <= SHORT
         intervals = mask.first, mask.last, mask.qfirst, mask.qlast, short
@@ -71,15 +81,34 @@ class Flash(Backend):
         out, lse = forward_for(*given)(*given, *intervals, scores, chosen)
         return out, lse, chosen
 
+    def _pruned(self, mask: Mask, scores: Scores, kernel: str, *qkv: Tensor) -> Output:
+        """Do as `run` without keys that weigh nothing. Key-value heads have intervals of their own:
+        kernels see a batch of them, with the query heads of a group as heads.
+        """
+        q, k, _ = qkv
+        B, Tk, Hkv, _ = k.shape
+        assert mask.first is not None and mask.last is not None and scores.key_bias is not None
+        first = first_keys(q, k, mask.first, mask.last, scores)
+        first = first.unflatten(1, (Hkv, -1)).amin(2).flatten(0, 1)
+        last = mask.last[:, None].expand(B, Hkv, -1).flatten(0, 1)
+        own = replace(Mask.bound(first, last, Tk), window=mask.window)
+        qs, ks, vs = (x.unflatten(2, (Hkv, -1)).transpose(1, 2).flatten(0, 1) for x in qkv)
+        bias = scores.key_bias.unflatten(1, (Hkv, -1)).flatten(0, 1)
+        given = scores._replace(sinks=None, key_bias=bias)
+        out, lse, chosen = self.run(qs, ks, vs, own, given, kernel=kernel)
+        out = out.unflatten(0, (B, Hkv)).transpose(1, 2).flatten(2, 3)
+        lse = lse.unflatten(0, (B, Hkv)).flatten(1, 2)
+        if scores.sinks is not None:  # of other heads in each row of the batch
+            out, lse = with_sinks(out, lse, relative_sinks(scores, mask.last))
+        return out, lse, chosen
+
     def backward(
-        self, do: Tensor, saved: Saved, mask: Mask, scores: Scores, kernel: str = "auto"
+        self, do: Tensor, saved: Saved, mask: Mask, scores: Scores, **options: Any
     ) -> Gradients:
-        q = saved.q
+        q, kernel = saved.q, options.get("kernel", "auto")
         chosen = implementation(q.device, q.dtype, q.shape[3], kernel)
-        assert mask.first is not None and mask.last is not None
-        assert mask.qfirst is not None and mask.qlast is not None
-        intervals = Intervals(mask.first, mask.last, mask.qfirst, mask.qlast)
-        return flash_backward(do, None, saved, intervals, scores, chosen)
+        ends: Any = mask.first, mask.last, mask.qfirst, mask.qlast
+        return flash_backward(do, None, saved, Intervals(*ends), scores, chosen)
 
     def kernels_change_at(self, q: Tensor, length: int) -> int:
         return launch.longest_bucket(launch.PORTABLE, q, length) if q.is_cuda else 0

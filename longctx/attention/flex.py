@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
-from longctx.attention.registry import AttentionRequest, Backend, register
+from longctx.attention.registry import AttentionRequest, Backend, Output, register
 from longctx.kernels.attention import Scores
 from longctx.kernels.attention.key_bias import reference
 
@@ -34,9 +34,7 @@ class Flex(Backend):
             return f"head size {request.head_dim} is outside 16 to 256; use attention=naive"
         return None
 
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores
-    ) -> tuple[Tensor, Tensor, str]:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Output:
         heads = (x.transpose(1, 2) for x in (q, k, v))
         options: dict[str, Any] = {"scale": scores.scale, "enable_gqa": True}
         options["return_aux"] = AuxRequest(lse=True)

@@ -125,15 +125,10 @@ class Mask:
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Mask:
         """Return the mask with its tensors on `device`."""
-        if torch.device(device).type == "cpu":
-            non_blocking = False  # nothing on a CPU waits for the copy
-        names = ("doc_ids", "first", "last", "qfirst", "qlast", "offsets")
-        tensors = {name: getattr(self, name) for name in names}
-        moved: dict[str, Any] = {
-            name: x.to(device, non_blocking=non_blocking)
-            for name, x in tensors.items()
-            if x is not None
-        }
+        # nothing on a CPU waits for the copy
+        non_blocking = non_blocking and torch.device(device).type != "cpu"
+        tensors = ((name, x) for name, x in vars(self).items() if isinstance(x, Tensor))
+        moved: Any = {name: x.to(device, non_blocking=non_blocking) for name, x in tensors}
         return replace(self, **moved, cache={})
 
     def windowed(self, window: int) -> Mask:
@@ -152,10 +147,7 @@ class Mask:
         assert self.first is not None and self.last is not None
         # intervals are bound already: only the first keys move
         first = torch.maximum(self.first, self.last - (window - 1))
-        keys = torch.arange(self.qfirst.shape[1], device=first.device, dtype=torch.int32).expand(
-            self.qfirst.shape
-        )
-        qlast = torch.searchsorted(first, keys.contiguous(), right=True, out_int32=True) - 1
+        _, qlast = _transposed(first, self.last, self.qfirst.shape[1])
         return replace(self, window=window, visible=-1, first=first, qlast=qlast, cache={})
 
     def padded(self, T: int, N: int) -> Mask:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
-from longctx.attention.registry import AttentionRequest, Backend, register, scaled
+from longctx.attention.registry import AttentionRequest, Backend, Output, register, scaled
 from longctx.kernels import HAS_TRITON
 from longctx.kernels.attention import IMPLEMENTATIONS, Scores
 from longctx.kernels.attention.key_bias import reference
@@ -29,9 +29,7 @@ class Naive(Backend):
     def refusal(self, request: AttentionRequest) -> str | None:
         return None
 
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores
-    ) -> tuple[Tensor, Tensor, str]:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Output:
         assert scores.scale is not None
         B, Tq, Hq, D = q.shape
         Tk, Hkv = k.shape[1], k.shape[2]

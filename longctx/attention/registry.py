@@ -36,6 +36,7 @@ from longctx.kernels.attention.sinks import with_sinks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 PLAIN = Scores()
+Output = tuple[Tensor, Tensor, str]  # of `Backend.run`
 
 
 class AttentionRequest(NamedTuple):
@@ -71,7 +72,7 @@ class Backend(ABC):
     @abstractmethod
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, *_: Any, **options: Any
-    ) -> tuple[Tensor, Tensor, str]:
+    ) -> Output:
         """Return out (B, Tq, Hq, D), lse (B, Hq, Tq) float32, and the name of the kernel that ran.
 
         `mask` is bound, q, k, v are contiguous in their last dimension, and `scores` has its scale,
@@ -89,7 +90,7 @@ class Backend(ABC):
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, *_: Any, **options: Any
-    ) -> tuple[Tensor, Tensor, str]:
+    ) -> Output:
         """Do as `run` for the newest token of each text, q (B, 1, Hq, D), over the keys and values
         of all its tokens: `first` and `last` of `mask`, (B, 1), are the first that it sees and
         itself.
@@ -132,9 +133,8 @@ def register(name: str, backend: Backend) -> None:
         raise ValueError(f"attention backend {name!r} is already registered")
     _backends[name] = backend
     has_backward = type(backend).backward is not Backend.backward
-    DESCRIPTIONS[name] = replace(
-        backend.description, has_backward=has_backward, exact=backend.exact
-    )
+    traits: dict[str, Any] = {"has_backward": has_backward, "exact": backend.exact}
+    DESCRIPTIONS[name] = replace(backend.description, **traits)
 
 
 @functools.cache
@@ -157,10 +157,8 @@ def backends() -> dict[str, str | None]:
     # the usual dtype of this machine
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {
-        name: b.refusal(AttentionRequest(device, dtype, 64))
-        for name, b in sorted(_backends.items())
-    }
+    request = AttentionRequest(device, dtype, 64)
+    return {name: backend.refusal(request) for name, backend in sorted(_backends.items())}
 
 
 def check(
@@ -233,12 +231,9 @@ class Attention:
         self.options = dict(options or {})
         self.backend = _lookup(backend, self.options)
         self.description = DESCRIPTIONS[backend]
+        # True if `decode` computes new tokens without those before them
+        self.decodes = type(self.backend).decode is not Backend.decode
         self._served: set[tuple[Any, ...]] = set()
-
-    @property
-    def decodes(self) -> bool:
-        """Return True if `decode` computes new tokens without those before them."""
-        return type(self.backend).decode is not Backend.decode
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores = PLAIN
@@ -277,19 +272,16 @@ class Attention:
         own, heads = exchanged(scaled(scores, q), exchange), 0
         for part in exchange.parts(q, k, v):
             qs, ks, vs = [x if x.stride(3) == 1 else x.contiguous() for x in part]
-            given = own.of_heads(heads, qs.shape[2])
+            whole = own.of_heads(heads, qs.shape[2])
             heads += qs.shape[2]
-            own_sinks = None if fuses else given.sinks
-            if own_sinks is not None:
-                given = given._replace(sinks=None)
+            given = whole if fuses else whole._replace(sinks=None)
             self._check_served(qs, mask, given)
             bound = _bound(mask, qs, ks.shape[1], self.description.reuses_masks)
             with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
                 out, lse, kernel = self.backend.run(qs, ks, vs, bound, given, **self.options)
             _record(self.name, kernel)
-            if own_sinks is not None:
-                given = given._replace(sinks=own_sinks)
-                out, lse = with_sinks(out, lse, relative_sinks(given, bound.last))
+            if sinks is not None and not fuses:
+                out, lse = with_sinks(out, lse, relative_sinks(whole, bound.last))
             if absolute and given.key_bias is not None:
                 lse = lse + reference(given.key_bias, bound.last)
             outs.append(exchange.output(out))

@@ -4,11 +4,14 @@ A sink is a column of logits without values, as in gpt-oss. softcap makes scores
 before the mask, as in Gemma 2.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from longctx.attention import Attention, Backend, Mask, Scores, attention, check
+from longctx.attention import Attention, Backend, Mask, Scores, attention, check, flash
 from longctx.attention.naive import visible
+from longctx.kernels.attention.key_bias import first_keys
 from tests.attention.rule import DEVICE, ON_GPU, Case, inputs
 
 SIZES = {"Hq": 4, "Hkv": 2, "D": 16}
@@ -130,6 +133,47 @@ def test_a_large_bias_loses_no_digits(kernel, mask):
     for name, x, y in zip(names, *found, strict=True):
         if kernel == "portable" or name != "dq":
             assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("changed", [{}, {"sinks": True, "softcap": 3.0}], ids=["plain", "all"])
+@pytest.mark.parametrize(
+    "case", [Case(1, 700, 700, 4, 2, 16), Case(2, 500, 500, 4, 4, 16)], ids=str
+)
+@pytest.mark.parametrize(("mask", "window"), [("causal", 200), ("documents", None), ("full", None)])
+def test_pruned_keys_weigh_nothing(case, mask, window, changed, monkeypatch):
+    """Heads that forget fast skip keys, and nothing changes but the last bits."""
+    case = replace(case, mask=mask, window=window)
+    *qkv, do = inputs(case, torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    gates = torch.rand(case.B, 4, case.Tk, generator=generator).to(DEVICE)
+    bias = (gates * torch.tensor([0.01, 0.5, 1.0, 4.0], device=DEVICE)[:, None]).cumsum(2)
+    tensors = [qkv[0] / 2, qkv[1] / 2, qkv[2], bias]
+    found, starts = [], []
+
+    def spied(*args):
+        starts.append(first_keys(*args))
+        return starts[0]
+
+    monkeypatch.setattr(flash, "first_keys", spied)
+    for prune in (False, True):
+        leaves = [x.detach().clone().requires_grad_() for x in tensors]
+        given = changed | {"key_bias": leaves[3], "kernel": "portable", "prune": prune}
+        if "sinks" in changed:
+            given["sinks"] = bias[0, :, case.Tk // 3].clone().requires_grad_()
+            leaves.append(given["sinks"])
+        out, lse = attention(*leaves[:3], case.build_mask(), return_lse=True, **given)
+        found.append([out, lse, *torch.autograd.grad((out * do).sum() + lse.sum(), leaves)])
+    torch.testing.assert_close(found[1], found[0], atol=2e-5, rtol=2e-5)
+    bound = case.build_mask().bind(case.B, case.Tq, case.Tk, DEVICE)
+    skipped = (starts[0] - bound.first[:, None]).float().mean((0, 2))
+    assert skipped[3] > 20 and skipped[0] < skipped[3] / 2
+    assert (starts[0].diff(dim=2) >= 0).all()
+    if not changed:
+        k = tensors[1].repeat_interleave(case.Hq // case.Hkv, dim=2).double()
+        scores = torch.einsum("bihd,bjhd->bhij", tensors[0].double(), k) / 4 + bias[:, :, None]
+        p = scores.masked_fill(~visible(bound, case.Tk), float("-inf")).softmax(-1)
+        before = torch.arange(case.Tk, device=DEVICE) < starts[0][..., None]
+        assert (p * before).nansum(-1).max() < 2.0**-24
 
 
 def test_alibi_is_a_bias_of_distances():

@@ -7,11 +7,19 @@ cumulative log of its gates: what is constant along a row cancels in the softmax
 the length, so everything of a row is relative to its last visible key: differences of near biases
 are exact in fp32, and lse keeps its digits. The reference has no gradient, so that of b_j is Σ_i
 ds_ij. `attention` adds the reference to the lse that it returns, and a sink counts as z - b_r.
+
+Keys before `first_keys` weigh nothing (compare arXiv 2504.06949). With |scale · q_i·k_j| ≤ u_i keys
+with b_j - b_r < -2 u_i - log(T 2^24) have together less than 2^-24 of the weight of key r alone,
+which fp32 does not tell from 0.
 """
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from longctx.kernels.attention import Scores
 
@@ -31,3 +39,21 @@ def relative_sinks(scores: Scores, last: Tensor | None) -> Tensor:
     assert scores.sinks is not None
     sinks = scores.sinks[:, None]
     return sinks if scores.key_bias is None else sinks - reference(scores.key_bias, last)
+
+
+def first_keys(q: Tensor, k: Tensor, first: Tensor, last: Tensor, scores: Scores) -> Tensor:
+    """Return (B, Hq, Tq) int32 like `first` (B or 1, Tq): the first keys that may weigh something.
+
+    Fewer are skipped if the bias falls along a row, as it may at the beginning of a document.
+    """
+    assert scores.key_bias is not None and scores.scale is not None
+    # no product is larger than those of lengths
+    of_q, of_k = (vector_norm(x.detach(), dim=3, dtype=torch.float32) for x in (q, k))
+    longest = of_k.amax(1).repeat_interleave(q.shape[2] // k.shape[2], dim=1)
+    bound = (of_q * longest[:, None] * scores.scale).transpose(1, 2)
+    bound = bound.clamp(max=scores.softcap or math.inf)
+    least = reference(scores.key_bias, last) - 2 * bound - math.log(k.shape[1] * 2**24)
+    rising = scores.key_bias.detach().cummax(2).values
+    keys = torch.searchsorted(rising, least, out_int32=True)
+    # they do not decrease along a row, as tiles assume
+    return torch.maximum(keys, first[:, None]).flip(2).cummin(2).values.flip(2)
