@@ -40,12 +40,11 @@ def line(shares: Mapping[str, Callable[[int], float]], longest: int, seq_len: in
     """Return how far the tokens of each source look back, and if documents, the `longest` of which
     has so many tokens, hardly reach `seq_len`. `shares` tell the share of tokens beyond a limit.
     """
-    limits = [limit for limit in SHOWN if limit < seq_len] or [seq_len // 2]
     each = []
-    for name, share in shares.items():
-        first, *others = (f"{share(limit):.1%} more than {limit:,}" for limit in limits)
-        first = first.replace("more", "of tokens follow more") + " of their own document"
-        each.append(f"{name}: " * bool(name) + ", ".join([first, *others]))
+    for limit in [limit for limit in SHOWN if limit < seq_len] or [seq_len // 2]:
+        found = ", ".join(f"{name} {share(limit):.1%}".strip() for name, share in shares.items())
+        each.append(f"more than {limit:,}: {found}")
+    each[0] = "tokens that follow " + each[0].replace(":", " of their own document:", 1)
     if max(share(seq_len // 2) for share in shares.values()) < FEW:
         problem = f"documents hardly reach half of seq_len={seq_len:,}"
         each.append(f"{problem} (the longest has {longest:,} tokens)")
