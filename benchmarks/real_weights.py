@@ -18,6 +18,7 @@ from typing import NamedTuple
 from filelock import FileLock
 
 from longctx.data import DataConfig
+from longctx.data.cache import cache_folder
 
 
 class Release(NamedTuple):
@@ -51,7 +52,7 @@ def folder(name: str) -> Path:
 
     Raises ConnectionError if it has to be downloaded and pip reaches no index.
     """
-    cache = DataConfig().cache_folder() / "real-weights"
+    cache = cache_folder(DataConfig()) / "real-weights"
     cache.mkdir(parents=True, exist_ok=True)
     made = cache / f"{name}-{RELEASES[name].sha256[:8]}"
     with FileLock(f"{made}.lock"), tempfile.TemporaryDirectory(dir=cache) as parts:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from longctx.config.doors import Door
@@ -26,7 +25,8 @@ class DataConfig(Group):
         and `label`; set by objective=
     turns: conversations: the answers that are learned; all, those of the last turn, or (auto) all
         unless the template rewrites earlier turns, as Qwen3's does
-    filter: gzip: the fifth of the documents that compresses least, and most, is left out
+    filter: gzip leaves out documents that compress least or most; the FILE.jsonl of eval.py score=
+        those that gain least from a long context. data.keep is the share that stays
     lengths: weights by the tokens of a document, such as {8k-32k: 2, 32k-: 5}; others: 1
     packing: several documents in a sequence; false: one in each, for a model whose layers mix them
     replace_tokenizer: with init=: the tokenizer may give other texts to ids that the weights know
@@ -50,7 +50,8 @@ class DataConfig(Group):
     documents: int | None = positive(None, "documents to read at most; null: all", limit=10**12)
     min_tokens: int | None = positive(None, "documents with fewer are left out: 8k", unit=1024)
     max_tokens: int | None = positive(None, "documents with more are left out: 128k", unit=1024)
-    filter: str | None = key(None, choices=("gzip",))
+    filter: str | None = key(None)
+    keep: float | None = key(None, "null: gzip 0.6, else 0.5", between=(0.01, 1), needs="filter")
     lengths: dict[str, Any] = key({})
     order: str = key("path", "repository: order of its files", choices=("path", "imports"))
     length: int = key(8192, "characters of each document (own sources)", between=(256, 2**30))
@@ -69,12 +70,6 @@ class DataConfig(Group):
     def data_files(self) -> list[str]:
         """Return `files` as a list of strings."""
         return _strings("data.files", self.files)
-
-    def cache_folder(self) -> Path:
-        """Return the folder for everything built from documents, without creating it."""
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-        own = self.cache or os.environ.get("LONGCTX_CACHE") or caches / "longctx"
-        return Path(own).expanduser()
 
 
 def _strings(name: str, value: Any) -> list[str]:

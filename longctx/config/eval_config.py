@@ -77,6 +77,7 @@ class EvalConfig(Group):
 
     seq_len: tokens that the model sees at most; null: the length that the run trained at
     stride: tokens from one window to the next; null: half of seq_len
+    score: write how much each document gains by seq_len over the shortest of contexts: FILE.jsonl
     contexts: lengths to score the same tokens at; null: 1024 (or an eighth) … seq_len; []: none
     batch_size: windows per forward; null: 65,536 tokens on a GPU, 4,096 on a CPU
     wandb: send the result there too: disabled | auto | online | offline
@@ -89,6 +90,7 @@ class EvalConfig(Group):
     split: str = key("val", "the run's own documents: val | train", choices=("val", "train"))
     documents: int | None = positive(None, "documents to score at most", limit=10**12)
     contexts: list[int] | None = key(None, between=(2, inf), unit=1024)
+    score: str | None = key(None, suffix=".jsonl", compared=False)
     batch_size: int | None = positive(None, limit=10**12, compared=False)
     device: str = key("auto", DEVICE, choices=("auto", "cpu", "cuda"), compared=False)
     devices: int = positive(1, "GPUs, or processes on a CPU", limit=4096, compared=False)
@@ -121,6 +123,7 @@ class EvalConfig(Group):
         if len(chosen) > 1:
             yield f"{chosen[0]}: another evaluation than {chosen[1]}; call eval.py once for each"
         ignored = [] if not chosen else ["contexts", "stride"]
+        ignored += ["score"] if chosen else []
         ignored += ["batch_size"] if chosen and not self.tasks else []
         ignored = [name for name in ignored if getattr(self, name) is not None]
         # Each device answers texts of its own
@@ -141,8 +144,9 @@ def check_overrides(config: EvalConfig, overrides: Mapping[str, str]) -> None:
         "data.cache": "an evaluation stores nothing of data=",
         "data.packing": "windows share a sequence if the model keeps them apart",
         "data.preferences": "an evaluation scores plain text",
-        "data.val_fraction": "all documents of data= are scored",
     }
+    selecting = ("val_fraction", "lengths", "min_tokens", "max_tokens", "filter", "keep")
+    reasons |= {f"data.{name}": "all documents of data= are scored" for name in selecting}
     if not config.data.chat:  # else its chat template is read
         reasons["data.tokenizer"] = "the checkpoint brings its tokenizer"
     if data_keys:

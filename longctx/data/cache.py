@@ -20,9 +20,17 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from longctx import files, untrusted
+from longctx.config.data_config import DataConfig
 
 _COMPLETE = "complete.json"
 _PIECE = 1 << 24  # bytes that are hashed at one time
+
+
+def cache_folder(config: DataConfig) -> Path:
+    """Return the folder for everything built from documents, without creating it."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    own = config.cache or os.environ.get("LONGCTX_CACHE") or caches / "longctx"
+    return Path(own).expanduser()
 
 
 def fingerprint(value: Any) -> str:

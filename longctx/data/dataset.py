@@ -28,7 +28,7 @@ from longctx import untrusted
 from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.fields import refuse
 from longctx.data import far_back
-from longctx.data.cache import cached, fingerprint
+from longctx.data.cache import cache_folder, cached, fingerprint
 from longctx.data.documents import Corpus
 from longctx.data.length_ranges import length_ranges
 from longctx.data.packing import Packing, joined, pack
@@ -61,6 +61,7 @@ class EncodedDocument(NamedTuple):
 
     scored: a mark for each token of a conversation that is learned, (tokens,) bool; None: all.
     is_rejected: an answer to avoid, which no score is about.
+    key: names its text, for data.filter.
     """
 
     name: str
@@ -68,6 +69,7 @@ class EncodedDocument(NamedTuple):
     n_bytes: int
     scored: np.ndarray | None = None
     is_rejected: bool = False
+    key: bytes = b""
 
     @property
     def targets(self) -> int:
@@ -123,7 +125,7 @@ class SourcePart:
                 joined(packings).save(folder / f"{split}.npz")
 
         key = fingerprint([self.fingerprint, seq_len, "together" if together else "alone"])
-        folder = cached(self.config.cache_folder() / "packings" / key, write)
+        folder = cached(cache_folder(self.config) / "packings" / key, write)
         other = copy(self)
         other.seq_len = seq_len
         other.packings = {split: Packing.load(folder / f"{split}.npz") for split in SPLITS}
@@ -188,7 +190,8 @@ class SourcePart:
                 text = self.tokenizer.decode(token for token in ids if token not in ends)
                 n_bytes = len(text.encode())
             scored = self.store.scored(document, start, stop)
-            yield EncodedDocument(name, ids, n_bytes, scored, side == REJECTED)
+            key = self.store.keys[document].tobytes()
+            yield EncodedDocument(name, ids, n_bytes, scored, side == REJECTED, key)
 
     def summary(self) -> dict[str, Any]:
         """Count documents, tokens and sequences; `efficiency` is the share of a sequence that
@@ -372,7 +375,7 @@ def _tokenizer(
     if not config.mix:
         identities = [_identity(config, corpora[""])]
     key = fingerprint([_SAMPLE, *identities, config.vocab_size])
-    return Tokenizer.load(cached(config.cache_folder() / "tokenizers" / key, write)), corpora
+    return Tokenizer.load(cached(cache_folder(config) / "tokenizers" / key, write)), corpora
 
 
 def _split(
@@ -423,5 +426,5 @@ def _tokenized(name: str, config: DataConfig, corpus: Corpus, tokenizer: Tokeniz
 
     key = fingerprint([_identity(config, corpus), tokenizer.fingerprint])
     with _named(name):
-        store = Store(cached(config.cache_folder() / "documents" / key, write))
+        store = Store(cached(cache_folder(config) / "documents" / key, write))
         return selected(store, corpus, config)

@@ -17,6 +17,19 @@ _RANGE = re.compile(r"(\d+[km]?)?-(\d+[km]?)?", re.IGNORECASE)
 _TOKENS, _WEIGHT = Key(type=int, unit=1024), Key(type=float)
 
 
+def check_selection(config: DataConfig) -> None:
+    """Raise ValueError for wrong ranges of lengths, and for a filter that is none."""
+    length_ranges(config)
+    is_file = (config.filter or "").endswith(".jsonl")
+    advice = "gzip, or the FILE.jsonl that eval.py score=FILE.jsonl writes"
+    refuse(
+        (
+            config.filter not in (None, "gzip") and not is_file,
+            f"data.filter={config.filter}: {advice}",
+        )
+    )
+
+
 class Range(NamedTuple):
     """Documents of `first` to `end` - 1 tokens, and the weight of their sequences."""
 

@@ -7,19 +7,23 @@ tokens in the cache, and validation has the same kind of documents as training.
 
 from __future__ import annotations
 
+import json
 import zlib
 from pathlib import Path
 
 import numpy as np
 
+from longctx import untrusted
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
-from longctx.data.cache import cached, fingerprint
+from longctx.data.cache import cache_folder, cached, fingerprint
 from longctx.data.documents import Corpus
 from longctx.data.length_ranges import length_ranges
 from longctx.data.store import Store, progress
 
-EXTREME = 5  # a fifth of the documents is left out at either end, as in OLMo 3's Longmino mix
+GZIP_KEPT = 0.6  # as in OLMo 3's Longmino mix: without a fifth at either end
+SCORED_KEPT = 0.5
+_NO_SCORE = (ValueError, TypeError, KeyError, RecursionError)
 _GZIP = "gzip 1"  # of the cache; raised when the same text would have another ratio
 
 
@@ -34,11 +38,14 @@ def selected(store: Store, corpus: Corpus, config: DataConfig) -> Store:
     }
     kept = np.flatnonzero(~np.logical_or.reduce(list(left_out.values())))
     counts = {reason: int(mask.sum()) for reason, mask in left_out.items() if mask.any()}
-    if config.filter == "gzip":
-        by_ratio = kept[np.argsort(_ratios(store, corpus, config)[kept], kind="stable")]
-        end = len(kept) // EXTREME
-        counts["by data.filter=gzip"] = 2 * end
-        kept = np.sort(by_ratio[end : len(kept) - end])
+    if config.filter is not None:
+        is_gzip = config.filter == "gzip"
+        values = (_ratios if is_gzip else _gains)(store, corpus, config)[kept]
+        count = round(len(kept) * (config.keep or (GZIP_KEPT if is_gzip else SCORED_KEPT)))
+        counts[f"by data.filter={config.filter}"] = len(kept) - count
+        # Of ratios the middle, of gains the largest
+        first = (len(kept) - count) // (2 if is_gzip else 1)
+        kept = np.sort(kept[np.argsort(values, kind="stable")][first : first + count])
     reasons = ", ".join(f"{count:,} are {reason}" for reason, count in counts.items())
     refuse((not len(kept), f"none of {len(store):,} documents is used: {reasons}"))
     chosen = Store(store.folder, kept)
@@ -65,7 +72,26 @@ def _ratios(store: Store, corpus: Corpus, config: DataConfig) -> np.ndarray:
         np.save(folder / "ratios.npy", ratios)
 
     key = fingerprint([_GZIP, store.content()])
-    return np.asarray(np.load(cached(config.cache_folder() / "ratios" / key, write) / "ratios.npy"))
+    return np.asarray(np.load(cached(cache_folder(config) / "ratios" / key, write) / "ratios.npy"))
+
+
+def _gains(store: Store, corpus: Corpus, config: DataConfig) -> np.ndarray:
+    """Return how much each document gains from a long context, (documents,), by its text."""
+    found, file = dict[bytes, float](), Path(config.filter or "").expanduser()
+    with untrusted.named(f"data.filter={file}", errors=(OSError,)):
+        opened = untrusted.open_file(file)
+    with opened as lines:
+        for number, line in enumerate(lines, start=1):
+            with untrusted.named(f"{file}:{number}", "not a score ({})", _NO_SCORE):
+                row = json.loads(line)
+                found[bytes.fromhex(row["key"])] = float(row["gain"])
+    gains = np.array([found.get(key.tobytes(), np.nan) for key in store.keys])
+    missing = np.flatnonzero(np.isnan(gains))
+    problem = f"data.filter={file}: {len(missing):,} of {len(store):,} documents have no score"
+    advice = "score the same documents by eval.py score="
+    for document in missing[:1]:
+        raise ValueError(f"{problem}, such as {store.name(document)}; {advice}")
+    return gains
 
 
 def grouped(config: DataConfig, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

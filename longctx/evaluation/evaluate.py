@@ -31,6 +31,7 @@ from longctx.config.train_config import TrainConfig
 from longctx.data.chat import Template, has_template
 from longctx.data.dataset import EncodedDocument
 from longctx.evaluation import passkey, results, ruler
+from longctx.evaluation.gain import write_gains
 from longctx.evaluation.load import TrainedModel, build_model, of_run, of_source, open_model
 from longctx.evaluation.passkey import TOKENS_TOGETHER
 from longctx.evaluation.perplexity import perplexity
@@ -154,6 +155,8 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
     model.model.check_length(longest, "seq_len")
     strategy = choose_strategy(config, model.model, machine, dtype_of(precision))
     # An hour of scoring must not end at a folder that cannot be written.
+    if config.score is not None:
+        files.check_writable(Path(config.score).absolute().parent)
     results_folder = (model.home / evaluations.FOLDER).absolute()
     there = (path for path in (results_folder, *results_folder.parents) if path.exists())
     files.check_writable(next(there))
@@ -248,6 +251,11 @@ def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any
     sizes = setup.context, config.stride, setup.batch_size
     with Progress("tokens") as progress:
         result = perplexity(scorer, setup.documents(), *sizes, contexts, progress.count)
+        gains: list[dict[str, Any]] = []
+        if config.score is not None:
+            shorter = min([*contexts, setup.context]), setup.context * setup.batch_size
+            texts = setup.documents(), result
+            gains = write_gains(Path(config.score), scorer, *texts, *shorter, progress.count)
     content = {
         "scored": setup.source,
         "precision": setup.precision,
@@ -256,6 +264,7 @@ def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any
         "tokens_per_second": progress.units_per_second,
         "memory_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if is_gpu else None,
         **result.content(),
+        "gains": gains,
     }
     source = config.split if setup.own_split else config.data.source
     settings = setup.context, result.stride, config.attention.backend

@@ -26,6 +26,7 @@ from longctx.config import fields
 from longctx.config.fields import refuse
 from longctx.data import DataConfig, Tokenizer, load, read_documents
 from longctx.data.dataset import EncodedDocument
+from longctx.data.store import has_marks
 from longctx.model import GPT
 from longctx.model.gpt import build
 from longctx.model.saved_weights import copy_weights
@@ -167,15 +168,17 @@ def of_source(
     empty = 0
     while group := list(islice(texts, TOGETHER)):
         encoded: Iterable[tuple[np.ndarray, np.ndarray | None]]
-        if config.chat:
-            encoded = [tokenizer.encode_conversation(x.text, x.spans or []) for x in group]
+        if has_marks(config):
+            encode = tokenizer.encode_conversation if config.chat else tokenizer.encode_answer
+            encoded = [encode(x.text, x.spans or []) for x in group]
         else:
             encoded = ((x, None) for x in tokenizer.encode_documents([x.text for x in group]))
-        for (name, text, *_), (ids, scored) in zip(group, encoded, strict=True):
+        for given, (ids, scored) in zip(group, encoded, strict=True):
             if len(ids) < tokenizer.shortest if scored is None else not scored[1:].any():
                 empty += 1
                 continue
-            document = EncodedDocument(name, ids.astype(np.int64), len(text.encode()), scored)
+            size, key = len(given.text.encode()), given.key
+            document = EncodedDocument(given.name, ids.astype(np.int64), size, scored, key=key)
             yield counted(tokenizer, document)
     if empty:
         print(f"data: documents without a token to score: {empty:,}, left out", file=sys.stderr)

@@ -42,6 +42,7 @@ class Score:
     tokens: int = 0
     n_bytes: int = 0
     nats: float = 0.0
+    key: bytes = b""  # of the document's text
 
     def row(self) -> dict[str, Any]:
         """Return the score as it is in the JSON: nan if nothing was scored, inf if no float holds
@@ -186,7 +187,8 @@ def perplexity(
 def _windows(documents: Iterable[EncodedDocument], result: Perplexity) -> Iterator[Window]:
     """Yield the windows of all documents, and enter those in `result` as they are read."""
     for owner, document in enumerate(documents):
-        result.documents.append(Score(document.name, document.targets, document.n_bytes))
+        counts = document.targets, document.n_bytes
+        result.documents.append(Score(document.name, *counts, key=document.key))
         yield from sliding(owner, document, result.context, result.stride)
         if result.contexts.lengths:
             yield from result.contexts.windows(owner, document)

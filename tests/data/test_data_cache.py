@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from longctx.config.data_config import DataConfig
+from longctx.data.cache import cache_folder
 from longctx.data.dataset import Data
 from tests.data.conftest import check_refused
 from tests.processes import ROOT, finished
@@ -120,6 +121,6 @@ def test_other_choices_have_other_folders(text_config, corpus):
 def test_the_environment_names_the_cache(monkeypatch, tmp_path):
     monkeypatch.delenv("LONGCTX_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert DataConfig().cache_folder() == tmp_path / "xdg" / "longctx"
+    assert cache_folder(DataConfig()) == tmp_path / "xdg" / "longctx"
     monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "own"))
-    assert DataConfig().cache_folder() == tmp_path / "own"
+    assert cache_folder(DataConfig()) == tmp_path / "own"

@@ -9,6 +9,7 @@ import pytest
 
 from longctx.data import load
 from longctx.data.sources.registry import open_corpus
+from longctx.evaluation.load import of_source
 from tests.data.conftest import prose
 
 NEEDLE = re.compile(r"special magic numbers for (\S+) is: (\d+)\.")
@@ -71,6 +72,11 @@ def test_answers_alone_are_targets(config):
         learned = data.tokenizer.decode(document.ids[document.scored][:-1])
         assert re.fullmatch(".?.?".join(map(re.escape, answers)), learned.strip(), re.DOTALL)
         assert document.scored[-1] and document.ids[-1] == data.tokenizer.eos_id
+    evaluated = list(of_source(config, data.tokenizer))
+    assert [document.name for document in evaluated] == list(asked)
+    assert sum(x.targets for x in evaluated) == sum(
+        x.targets for split in ("train", "val") for x in data.documents(split)
+    )
 
 
 def test_a_document_and_its_questions_are_on_one_side(config, corpus):

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,6 +17,7 @@ import torch
 import eval as evaluation
 from longctx import files
 from longctx.cli import main as export
+from longctx.data import DataConfig, load
 from longctx.runs import checkpoints, evaluations, run_folder
 from longctx.runs.checkpoint_write import Saving
 from tests.data.chat_templates import CHATML
@@ -118,7 +120,10 @@ MISTAKES = [
     (["passkey=true", "passkey.lengths=[64]"], "passkey.lengths=64"),
     ([*OWN_TEXT, "data.tokenizer=x"], "data.tokenizer=x"),
     ([*OWN_TEXT, "data.val_fraction=0.5"], "data.val_fraction=0.5"),
+    ([*OWN_TEXT, "data.min_tokens=9"], "data.min_tokens=9"),
     ([*OWN_TEXT, "split=val"], "split=val"),
+    (["score=a.jsonl", "contexts=[64]"], "score=a.jsonl: contexts= has no length below"),
+    (["score=a.jsonl", "passkey=true"], "score="),
     (["data=text"], "data.path"),
     (["data=text", "data.path={docs}/none.txt"], "data.path={docs}/none.txt"),
     (["data=mix", "data.mix.a.path={docs}"], "data=mix"),
@@ -218,3 +223,32 @@ def test_ruler_of_a_run(evaluate):
     assert list(content["ruler"]["scores"]) == ["niah_single_2", "fwe"]
     assert all(0 < row["tokens"] < row["length"] for row in content["answers"])
     assert evaluate(*keys)[0]["answers"] == content["answers"], "by the seed alone"
+
+
+def test_gains_choose_the_documents_of_a_run(run, evaluate, tmp_path):
+    docs, file = run.parents[1] / "docs", tmp_path / "scored.jsonl"
+    words = ["data=text", f"data.path={docs}"]
+    long, printed = evaluate(*words, "seq_len=64", "contexts=[16]", f"score={file}")
+    assert "best and worst" in printed
+    short, _ = evaluate(*words, "seq_len=16", "contexts=[]")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["name"] for row in rows] == [row["name"] for row in long["documents"]]
+    for row, far, near in zip(rows, long["documents"], short["documents"], strict=True):
+        saved = (near["nats"] - far["nats"]) / far["tokens"]
+        assert row["gain"] == pytest.approx(saved, abs=1e-4)
+        assert row["loss"] == pytest.approx(far["nats"] / far["tokens"])
+    config = DataConfig("text", str(docs), vocab_size=300, cache=str(tmp_path), filter=str(file))
+    kept = names_of(load(config, 64))
+    best = sorted(rows, key=lambda row: row["gain"])[-15:]
+    assert sorted(kept) == sorted(row["name"] for row in best)
+    assert len(names_of(load(replace(config, keep=0.1), 64))) == 3
+    file.write_text(file.read_text().partition("\n")[2])
+    with pytest.raises(ValueError, match="1 of 30 documents have no score"):
+        load(config, 64)
+    file.write_text("{}")
+    with pytest.raises(ValueError, match=r"scored\.jsonl:1: not a score"):
+        load(config, 64)
+
+
+def names_of(data):
+    return [data.parts[""].store.name(n) for n in range(len(data.lengths))]

@@ -12,7 +12,7 @@ from longctx import untrusted
 from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.fields import Key, build, refuse, typed
 from longctx.data.documents import Corpus
-from longctx.data.length_ranges import length_ranges
+from longctx.data.length_ranges import check_selection
 from longctx.data.sources.registry import Source, check_used, register
 
 # Keys of the mix, not of a member: one model and one objective learn from all sources.
@@ -99,7 +99,7 @@ def _member(place: str, config: DataConfig, own: Mapping[str, Any]) -> DataConfi
         for key in ("chat", "preferences"):
             if getattr(member, key):
                 check_used(member, key, getattr(member, key))
-        length_ranges(member)
+        check_selection(member)
         source.check(member)
     for key, value in own.items():
         if value is not False:  # chat=false, as any source may say

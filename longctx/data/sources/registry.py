@@ -18,7 +18,7 @@ from typing import Any
 from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.fields import refuse, shown
 from longctx.data.documents import Corpus, Document, Shard
-from longctx.data.length_ranges import length_ranges
+from longctx.data.length_ranges import check_selection
 
 
 class Source(ABC):
@@ -105,7 +105,7 @@ def check(config: DataConfig) -> None:
         # A saved configuration spells out every default, also of keys that others use.
         if value not in (getattr(usual, item.name), None, "", []):
             check_used(config, item.name, value)
-    length_ranges(config)
+    check_selection(config)
     SOURCES[config.source].check(config)
 
 
@@ -122,8 +122,10 @@ def check_files(config: DataConfig) -> None:
     with a broken beginning.
     """
     SOURCES[config.source].check_files(config)
-    if config.tokenizer is not None and not Path(config.tokenizer).expanduser().exists():
-        raise FileNotFoundError(f"data.tokenizer={config.tokenizer}: no such file or folder")
+    for key in ("tokenizer", "filter"):
+        path = getattr(config, key)
+        if path not in (None, "gzip") and not Path(path).expanduser().exists():
+            raise FileNotFoundError(f"data.{key}={path}: no such file or folder")
 
 
 def pinned(config: DataConfig) -> DataConfig:
@@ -132,6 +134,7 @@ def pinned(config: DataConfig) -> DataConfig:
     It means the same documents from every folder, and after every push to the Hub.
     """
     own = replace(config, cache=absolute(config.cache), tokenizer=absolute(config.tokenizer))
+    own.filter = config.filter if config.filter == "gzip" else absolute(config.filter)
     return SOURCES[own.source].pinned(own)
 
 
