@@ -291,15 +291,13 @@ class Data:
         """Count over all sources, and under `mix` for each; see `SourcePart.summary`."""
         each = [part.summary() for part in self.parts.values()]
         reasons = sum((Counter(part.store.left_out) for part in self.parts.values()), Counter())
+        # Answers that are compared are parts of a document
+        parts = {name: part for name, part in self.parts.items() if not part.store.has_sides}
+        shares = {name: part.share_beyond for name, part in parts.items()}
         about = {
             "left_out": ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()),
-            "far_back": "",
+            "far_back": far_back.line(shares, int(self.lengths.max()), self.seq_len),
         }
-        # Answers that are compared are parts of a document
-        if not any(part.store.has_sides for part in self.parts.values()):
-            shares = {name: part.share_beyond for name, part in self.parts.items()}
-            longest = int(self.lengths.max())
-            about["far_back"] = far_back.line(shares, longest, self.seq_len)
         if not self.config.mix:
             return each[0] | about
         counts: dict[str, Any] = about | {
@@ -315,8 +313,8 @@ class Data:
             # Not by tokens: of prompts that are cut, more are counted than are in the sequences.
             filled = sum(part[f"{split}_efficiency"] * part[f"{split}_sequences"] for part in each)
             counts[f"{split}_efficiency"] = filled / max(1, counts[f"{split}_sequences"])
-        parts = zip(self.parts, self.weights, each, strict=True)
-        return counts | {"mix": {name: {"weight": w} | part for name, w, part in parts}}
+        members = zip(self.parts, self.weights, each, strict=True)
+        return counts | {"mix": {name: {"weight": w} | part for name, w, part in members}}
 
 
 def load(config: DataConfig, seq_len: int) -> Data:

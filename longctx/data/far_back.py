@@ -45,7 +45,7 @@ def line(shares: Mapping[str, Callable[[int], float]], longest: int, seq_len: in
         found = ", ".join(f"{name} {share(limit):.1%}".strip() for name, share in shares.items())
         each.append(f"more than {limit:,}: {found}")
     each[0] = "tokens that follow " + each[0].replace(":", " of their own document:", 1)
-    if max(share(seq_len // 2) for share in shares.values()) < FEW:
+    if max((share(seq_len // 2) for share in shares.values()), default=0) < FEW:
         problem = f"documents hardly reach half of seq_len={seq_len:,}"
         each.append(f"{problem} (the longest has {longest:,} tokens)")
-    return "; ".join(each)
+    return "; ".join(each) if shares else ""

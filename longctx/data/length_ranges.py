@@ -20,14 +20,9 @@ _TOKENS, _WEIGHT = Key(type=int, unit=1024), Key(type=float)
 def check_selection(config: DataConfig) -> None:
     """Raise ValueError for wrong ranges of lengths, and for a filter that is none."""
     length_ranges(config)
-    is_file = (config.filter or "").endswith(".jsonl")
+    is_known = config.filter in (None, "gzip") or str(config.filter).endswith(".jsonl")
     advice = "gzip, or the FILE.jsonl that eval.py score=FILE.jsonl writes"
-    refuse(
-        (
-            config.filter not in (None, "gzip") and not is_file,
-            f"data.filter={config.filter}: {advice}",
-        )
-    )
+    refuse((not is_known, f"data.filter={config.filter}: {advice}"))
 
 
 class Range(NamedTuple):
