@@ -125,3 +125,12 @@ def test_every_head_size_fits(target, sizes):
         return 260 if "ampere" in name else CARDS[target][1]
 
     check_fits(reports, CARDS[target][0], most)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", AMPERE)
+def test_kernels_with_a_key_bias_fit(target):
+    reports = compile_all(target, "attention", "64 bias", "96 bias", "256 bias")
+    assert any(name.startswith("ampere backward") for name in reports)
+    spilled = CARDS[target][1]
+    check_fits(reports, CARDS[target][0], lambda name: 190 if "ampere" in name else spilled)
