@@ -42,7 +42,6 @@ from longctx.kernels.attention.portable import (
     bias_or,
     biased,
     heads_in_l2,
-    padded_reference,
     preprocess,
     scheduled_tile,
     sinks_or,
@@ -513,13 +512,12 @@ def backward(
     do: Tensor, dlse: Tensor | None, saved: Saved, intervals: Intervals, scores: Scores
 ) -> Gradients:
     """Return dq, dk, dv, contiguous, dsinks and dkey_bias."""
-    q, k, v, out, lse = saved
+    q, k, v, _, lse = saved
     B, Tq, Hq, D = q.shape
     Tk, Hkv = k.shape[1:3]
     q, k, v, do = (_addressable(x) for x in (q, k, v, do))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    bias_r = padded_reference(lse, scores, intervals)
-    lse2, delta, dsinks = preprocess(do, dlse, out, lse, scores.sinks, bias_r)
+    lse2, delta, bias_r, dsinks = preprocess(do, dlse, saved, intervals, scores)
     bias, stride_bb = bias_or(lse, scores)
     dbias = None if bias_r is None else lse.new_zeros(B, Hq, Tk)
     ref, to_bias = (lse if x is None else x for x in (bias_r, dbias))

@@ -581,14 +581,13 @@ def backward(
     do: Tensor, dlse: Tensor | None, saved: Saved, intervals: Intervals, scores: Scores
 ) -> Gradients:
     """Return dq, dk, dv, contiguous, dsinks and dkey_bias."""
-    q, k, v, out, lse = saved
+    q, k, v, _, lse = saved
     B, Tq, Hq, D = q.shape
     Tk, Hkv = k.shape[1:3]
     tma = _use_tma(q)
     q, k, v, do = (_addressable(x, tma) for x in (q, k, v, do))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    bias_r = padded_reference(lse, scores, intervals)
-    lse2, delta, dsinks = preprocess(do, dlse, out, lse, scores.sinks, bias_r)
+    lse2, delta, bias_r, dsinks = preprocess(do, dlse, saved, intervals, scores)
     bias, stride_bb = bias_or(lse, scores)
     dbias = None if bias_r is None else lse.new_empty(B, Hq, Tk)
     given = bias, lse if bias_r is None else bias_r
@@ -641,21 +640,18 @@ def padded_reference(lse: Tensor, scores: Scores, intervals: Intervals) -> Tenso
 
 
 def preprocess(
-    do: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    sinks: Tensor | None,
-    bias_r: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return lse in base 2 and delta, each (B, Hq, Tq padded to a multiple of ROW) float32, and
-    the gradient of `sinks`, if any.
+    do: Tensor, dlse: Tensor | None, saved: Saved, intervals: Intervals, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return lse in base 2, delta and `padded_reference`, each (B, Hq, Tq padded to a multiple of
+    ROW) float32, and the gradient of the sinks, if any.
     """
+    out, lse, sinks = saved.out, saved.lse, scores.sinks
+    bias_r = padded_reference(lse, scores, intervals)
     lse2, delta = lse.new_empty((2, *padded_rows(lse))).unbind()
     parts = lse2 if sinks is None else lse.new_empty(sink_parts(lse))
     with torch.cuda.device_of(out):
         preprocess_into(lse2, delta, parts, do, dlse, out, lse, sinks, bias_r)
-    return lse2, delta, None if sinks is None else parts.sum(1)
+    return lse2, delta, bias_r, None if sinks is None else parts.sum(1)
 
 
 def padded_rows(lse: Tensor) -> torch.Size:
