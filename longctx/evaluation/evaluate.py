@@ -251,7 +251,7 @@ def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any
     sizes = setup.context, config.stride, setup.batch_size
     with Progress("tokens") as progress:
         result = perplexity(scorer, setup.documents(), *sizes, contexts, progress.count)
-        gains: list[dict[str, Any]] = []
+        gains: dict[str, Any] = {}
         if config.score is not None:
             shorter = min([*contexts, setup.context]), setup.context * setup.batch_size
             texts = setup.documents(), result
@@ -264,7 +264,7 @@ def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any
         "tokens_per_second": progress.units_per_second,
         "memory_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if is_gpu else None,
         **result.content(),
-        "gains": gains,
+        **gains,
     }
     source = config.split if setup.own_split else config.data.source
     settings = setup.context, result.stride, config.attention.backend

@@ -31,13 +31,14 @@ def write_gains(
     short: int,
     tokens: int,
     on_batch: OnBatch = lambda tokens: None,
-) -> list[dict[str, Any]]:
+) -> dict[str, list[dict[str, Any]]]:
     """Score `documents`, which `long` has scored, with `short` tokens of context; write a line for
-    each, and return the best and worst. A forward takes `tokens` on each data rank.
+    each, and return the best and worst and the gain by position. A forward takes `tokens` on each
+    data rank.
 
     A document that `short` tokens hold gains 0. Raises ValueError if they hold all.
     """
-    longer = (document for document in documents if len(document.ids) > short + 1)
+    longer = (document for document in documents if len(document.ids) > short)
     first = list(islice(longer, 1))
     problem = f"score={path}: no document has more than {short:,} tokens, so none gains by more"
     equal = f"score={path}: contexts= has no length below seq_len={long.context}, to compare with"
@@ -47,8 +48,18 @@ def write_gains(
     )
     texts, sequences = chain(first, longer), max(1, tokens // short)
     near = perplexity(scorer, texts, short, batch_size=sequences, on_batch=on_batch)
+    rows = gains_of(long, near)
+    files.write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+    rows = [{key: row[key] for key in ("name", "tokens", "loss", "gain")} for row in rows]
+    rows.sort(key=lambda row: -row["gain"])
+    shown = rows if len(rows) <= 2 * SHOWN else rows[:SHOWN] + rows[-SHOWN:]
+    return {"gains": with_bars(shown), "gain_by_position": with_bars(by_position(long, near))}
+
+
+def gains_of(long: Perplexity, near: Perplexity) -> list[dict[str, Any]]:
+    """Return the line of each document, by the score of the same text in `near`."""
     nats = {score.key: score.nats for score in near.documents}
-    rows = [
+    return [
         {
             "name": score.name,
             "key": score.key.hex(),
@@ -59,17 +70,25 @@ def write_gains(
         for score in long.documents
         if score.tokens
     ]
-    files.write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-    return best_and_worst(rows)
 
 
-def best_and_worst(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows with the largest and smallest gains, each with a bar."""
-    rows = sorted(rows, key=lambda row: -row["gain"])
-    shown = rows if len(rows) <= 2 * SHOWN else rows[:SHOWN] + rows[-SHOWN:]
-    largest = max(rows[0]["gain"], 1e-9)
+def by_position(long: Perplexity, near: Perplexity) -> list[dict[str, Any]]:
+    """Return a row for each power of two of tokens before the targets, from the short context on:
+    the documents that it holds have no such targets.
+    """
+    first = (near.context - 1).bit_length()
     return [
-        {key: row[key] for key in ("name", "tokens", "loss", "gain")}
-        | {"": "█" * max(0, round(BAR * row["gain"] / largest))}
-        for row in shown
+        {
+            "tokens before": f"{1 << bucket:,}",
+            "tokens": int(tokens),
+            "gain": (nats - saved) / tokens,
+        }
+        for bucket, (tokens, nats, saved) in enumerate(zip(*near.sums, long.sums[1], strict=True))
+        if bucket >= first and tokens
     ]
+
+
+def with_bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows, each with a bar as long as its gain."""
+    largest = max([1e-9, *(row["gain"] for row in rows)])
+    return [row | {"": "█" * max(0, round(BAR * row["gain"] / largest))} for row in rows]

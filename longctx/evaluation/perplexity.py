@@ -31,7 +31,7 @@ from longctx.config.fields import refuse
 from longctx.data.dataset import EncodedDocument
 from longctx.evaluation.score import OnBatch, Scorer
 from longctx.evaluation.windows import Window, losses, sliding, stride_of, window_of
-from longctx.training.positions import LossByPosition, error_of_ratio
+from longctx.training.positions import BUCKETS, LossByPosition, error_of_ratio
 
 
 @dataclass
@@ -113,6 +113,15 @@ class Perplexity:
     windows: list[tuple[float, int]] = field(default_factory=list)  # nats and tokens of each
     positions: LossByPosition = field(default_factory=LossByPosition)
     contexts: Contexts = field(default_factory=lambda: Contexts([]))
+    # (2, BUCKETS) targets and their nats, by the power of two of the tokens before them
+    sums: np.ndarray = field(default_factory=lambda: np.zeros((2, BUCKETS)))
+
+    def add_positions(self, window: Window, nats: np.ndarray) -> None:
+        """Add the losses of a window to the sums by position, of whole documents."""
+        before = window.begin + 1 + np.arange(window.seen, window.length)
+        bucket = np.log2(before).astype(np.int64)
+        for row, values in enumerate((window.is_target[window.seen :], nats)):
+            self.sums[row] += np.bincount(bucket, values, BUCKETS)
 
     @property
     def total(self) -> Score:
@@ -176,6 +185,7 @@ def perplexity(
             continue
         result.windows.append((math.fsum(nats), int(window.is_target.sum())))
         result.documents[window.owner].nats += result.windows[-1][0]
+        result.add_positions(window, nats)
         # Loss by position needs every token before a token: the first window alone has them
         if window.begin == 0:
             result.positions.add(nats, window.is_target)

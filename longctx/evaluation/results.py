@@ -99,10 +99,9 @@ def show_perplexity(content: Content) -> None:
         show_rows("loss by position", content["by_position"], forms)
     if content["by_context"]:
         show_rows("the same tokens with shorter contexts", content["by_context"], forms)
-    if content["gains"]:
-        show_rows(
-            "gain of the context over the shortest one: best and worst", content["gains"], forms
-        )
+    if "gains" in content:
+        show_rows("gain over the shortest context: best and worst", content["gains"], forms)
+        show_rows("gain by position", content["gain_by_position"], forms)
     total = content["total"]
     # The standard error is of the loss, so it counts times the perplexity.
     error = total["perplexity"] * total["standard_error"]

@@ -230,7 +230,11 @@ def test_gains_choose_the_documents_of_a_run(run, evaluate, tmp_path):
     words = ["data=text", f"data.path={docs}"]
     long, printed = evaluate(*words, "seq_len=64", "contexts=[16]", f"score={file}")
     assert "best and worst" in printed
+    assert "gain by position" in printed
     short, _ = evaluate(*words, "seq_len=16", "contexts=[]")
+    far = sum(row["gain"] * row["tokens"] for row in long["gain_by_position"])
+    assert far == pytest.approx(short["total"]["nats"] - long["total"]["nats"], abs=0.05)
+    assert [row["tokens before"] for row in long["gain_by_position"]][:2] == ["16", "32"]
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row["name"] for row in rows] == [row["name"] for row in long["documents"]]
     for row, far, near in zip(rows, long["documents"], short["documents"], strict=True):
