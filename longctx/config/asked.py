@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from longctx.config.fields import refuse
 from longctx.config.layout_config import STRATEGIES
 from longctx.config.train_config import TrainConfig
 from longctx.spec.model_config import GPTConfig
@@ -55,15 +56,15 @@ def divisions(config: TrainConfig, model: GPTConfig) -> list[Division]:
     if name == "auto":
         names = [name for name in STRATEGIES if name != "none"] if devices > 1 else ["none"]
     takes_intervals = config.attention.description.takes_intervals
+    contexts = config.context.layouts(devices, model.heads, takes_intervals)
+    if heads := config.memory.heads_at_once:
+        contexts = [context for context in contexts if context.degree == 1]
+        setting = f"memory.heads_at_once={heads} with context={config.context.degree}"
+        refuse((not contexts, f"{setting}: ranks share the heads already; leave one out"))
+    sizes = config.batch_size, config.accumulate
     return [
-        Division(
-            name,
-            int(context.degree),
-            context.method_for(model.heads),
-            config.batch_size,
-            config.accumulate,
-        )
-        for context in config.context.layouts(devices, model.heads, takes_intervals)
+        Division(name, int(context.degree), context.method_for(model.heads), *sizes)
+        for context in contexts
         for name in names
     ]
 

@@ -13,17 +13,12 @@ from longctx.config.fields import Group, key, positive
 # Logits of a chunk of the loss, tokens × words; 2^29 are 1 GiB in bf16. With mlp_tile=16384 they
 # bring 1b at 65,536 tokens from 40.2 to 25.8 GiB; the step takes 2% longer (results/peers-1b.json)
 LOGITS = {"fast": 2**29, "balanced": 2**29, "long": 2**27}
-NOTHING_TWICE = dict[str, Any](
-    recompute="none", keep_every=1, mlp_tile=0, offload=0.0, optimizer_state="fp32"
-)
-TILED = dict[str, Any](
-    recompute="block", keep_every=2, mlp_tile=32768, offload=0.6, optimizer_state="host"
-)
-POLICIES = {
-    "fast": NOTHING_TWICE,
-    "balanced": NOTHING_TWICE | {"recompute": "block"},
-    "long": TILED,
-}
+# Values with which a key does nothing
+OFF: Any = {"keep_every": 1, "mlp_tile": 0, "heads_at_once": 0, "attention_again": 0, "offload": 0}
+NOTHING_TWICE: dict[str, Any] = {"recompute": "none", **OFF, "optimizer_state": "fp32"}
+TILED = {"keep_every": 2, "mlp_tile": 32768, "offload": 0.6, "optimizer_state": "host"}
+BLOCK = NOTHING_TWICE | {"recompute": "block"}
+POLICIES = {"fast": NOTHING_TWICE, "balanced": BLOCK, "long": BLOCK | TILED}
 
 
 def tile_size(tokens: int, limit: int) -> int:
@@ -42,6 +37,8 @@ class MemoryConfig(Group):
     recompute: computed again in backward: none | mlp | block (with flash: all but attention)
     keep_every: with recompute=block: save the input of every n-th block only
     mlp_tile: with recompute: tokens per tile of projections and MLP; 0: no tiles
+    heads_at_once: with recompute=block: key heads whose q, k and v exist at one time; 0: all
+    attention_again: with recompute=block: share of the blocks, the first, that run attention again
     offload: with recompute=block: share of the saved activations in pinned host memory
     loss_chunk: tokens whose logits exist at one time; null: up to 16,384, fewer in long; on a CPU
         1,024
@@ -53,6 +50,8 @@ class MemoryConfig(Group):
     recompute: str | None = key(None, choices=("none", "mlp", "block"))
     keep_every: int | None = positive(None, limit=2**24)
     mlp_tile: int | None = key(None, between=(0, 2**24))
+    heads_at_once: int | None = key(None, between=(0, 2**24))
+    attention_again: float | None = key(None, between=(0, 1))
     offload: float | None = key(None, between=(0, 1))
     loss_chunk: int | None = positive(None, limit=2**24)
     optimizer_state: str | None = key(None, choices=("fp32", "bf16", "host"))
@@ -65,8 +64,8 @@ class MemoryConfig(Group):
     def __str__(self) -> str:
         """Return the policy and the given values that differ from it, as words after memory=."""
         usual = {"policy": self.policy} | POLICIES.get(self.policy, {})
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        changed = [f"memory.{name}={x}" for name, x in given.items() if x != usual.get(name)]
+        own = {name: x for name, x in vars(self).items() if x not in (None, usual.get(name))}
+        changed = [f"memory.{name}={x}" for name, x in own.items()]
         return " ".join([self.policy, *changed])
 
     def policies(self) -> list[str]:
@@ -79,10 +78,10 @@ class MemoryConfig(Group):
     def contradiction(self, policy: str) -> str:
         """Return which keys contradict each other under `policy`; empty if none do."""
         filled = self.filled(policy)
-        needs = {"keep_every": ["block"], "offload": ["block"], "mlp_tile": ["mlp", "block"]}
-        for name, ways in needs.items():
+        for name, off in OFF.items():
+            ways = ["mlp", "block"] if name == "mlp_tile" else ["block"]
             value = getattr(filled, name)
-            if filled.recompute not in ways and value != NOTHING_TWICE[name]:
+            if filled.recompute not in ways and value != off:
                 needed = f"memory.recompute={' or '.join(ways)}, not {filled.recompute}"
                 return f"memory.{name}={value} needs {needed}"
         return ""
@@ -99,10 +98,8 @@ class MemoryConfig(Group):
 
     def chunk(self, vocab_size: int, device: str) -> int:
         """Return the tokens whose logits exist at one time on "cuda" or "cpu"."""
-        if self.loss_chunk is not None:
-            return self.loss_chunk
-        if device == "cpu":
-            return 1024
+        if self.loss_chunk is not None or device == "cpu":
+            return self.loss_chunk or 1024
         return max(128, min(16384, LOGITS[self.policy] // vocab_size // 128 * 128))
 
 
@@ -164,9 +161,8 @@ class ContextConfig:
         if self.method == "ulysses" and heads % self.degree:
             why = f"does not divide the model's {heads} heads; give context.method=allgather"
             raise ValueError(f"context={self.degree}: context.method=ulysses {why}")
-        if self.method != "auto":
-            return self.method
-        return "allgather" if heads % self.degree else "ulysses"
+        fitting = "allgather" if heads % self.degree else "ulysses"
+        return fitting if self.method == "auto" else self.method
 
     def layouts(self, devices: int, heads: int, takes_intervals: bool) -> list[ContextConfig]:
         """Return every possible degree and method on `devices` devices.

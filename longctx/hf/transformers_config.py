@@ -11,11 +11,10 @@ from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from longctx.config.fields import key, refuse
+from longctx.config.layout_config import OFF
 from longctx.spec.model_config import GPTConfig
 
 THEIRS = "transformers computes this model"
-# Memory policies of a layer as a whole, which it can have
-WHOLE_LAYERS: dict[str, Any] = {"keep_every": 1, "mlp_tile": 0, "offload": 0.0}
 
 
 @dataclass
@@ -83,10 +82,10 @@ class TransformersConfig(GPTConfig):
             f"optimizer={request.optimizer.name}": request.optimizer.traits.orthogonalizes,
             f"rope={request.rope.type}": request.rope.type != "keep",
             "memory.recompute=mlp": memory.recompute == "mlp",
-            **{f"memory.{x}": getattr(memory, x) not in (None, y) for x, y in WHOLE_LAYERS.items()},
+            **{f"memory.{x}": getattr(memory, x) not in (None, y) for x, y in OFF.items()},
         }
         refuse(*((x, f"{key}: {THEIRS} without it; leave it out") for key, x in used.items()))
-        return replace(request, memory=replace(memory, **WHOLE_LAYERS))
+        return replace(request, memory=replace(memory, **OFF))
 
     def prove(self, device: str, precision: str, seq_len: int, packing: bool = False) -> None:
         pkgutil.resolve_name("longctx.hf.proof:prove")(self, device, precision, seq_len, packing)

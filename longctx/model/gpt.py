@@ -279,7 +279,7 @@ class GPT(nn.Module):
             if recompute == "mlp":
                 x = block.calling(checkpointed_mlp, x, own, mask, tile).view(x.shape)
             elif tile and not training:
-                x = block.calling(forward_in_tiles, x, own, mask, tile)
+                x = block.calling(forward_in_tiles, x, own, mask, self.memory)
             else:
                 x = block(x, own, mask)
         return x

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import mmap
+import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +22,7 @@ from torch import Tensor
 class HostBuffers:
     """Host memory for the saved activations of one block."""
 
+    is_refused = False  # by a host without memory for them: the block stays on the GPU
     _pool: ClassVar[dict[tuple[torch.device, int], HostBuffers]] = {}
 
     def __init__(self) -> None:
@@ -58,6 +60,12 @@ def copying_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+@functools.cache
+def stays(problem: str) -> None:
+    """Print a line, once, that the host has no memory for a block."""
+    print(f"offload: {problem}; what is missing stays on the GPU", file=sys.stderr, flush=True)
+
+
 class SavedTensors:
     """Tensors by name, saved for backward on their device or, given `buffers`, on the host."""
 
@@ -66,7 +74,16 @@ class SavedTensors:
         self.copied: torch.cuda.Event | None = None
         if buffers is None:
             return
-        self.on_host = {name: buffers.like(name, x) for name, x in tensors.items()}
+        weakref.finalize(self, setattr, buffers, "in_use", False)
+        if buffers.is_refused:
+            return
+        try:
+            self.on_host = {name: buffers.like(name, x) for name, x in tensors.items()}
+        except MemoryError as error:
+            buffers.memory.clear()
+            buffers.is_refused = True
+            stays(str(error))
+            return
         self.device = next(iter(tensors.values())).device
         self._copy(tensors, self.on_host)
         # The allocator must not hand out memory that the copying stream still reads
@@ -74,7 +91,6 @@ class SavedTensors:
             if x.is_cuda:
                 x.record_stream(copying_stream(self.device))
         self.on_device = None
-        weakref.finalize(self, setattr, buffers, "in_use", False)
 
     def prefetch(self) -> None:
         """Begin to copy them back to the device."""
@@ -84,13 +100,15 @@ class SavedTensors:
             }
             self._copy(self.on_host, self.on_device)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors on their device; kernels queued from now on wait for their arrival."""
-        self.prefetch()
+    def tensors(self, brings: bool = True) -> dict[str, Tensor]:
+        """Return the tensors on their device, or unless it `brings` them on the host; kernels
+        queued from now on wait for their arrival.
+        """
+        if brings:
+            self.prefetch()
         if self.copied is not None:
             torch.cuda.current_stream(self.device).wait_event(self.copied)
-        assert self.on_device is not None
-        return self.on_device
+        return self.on_host if self.on_device is None else self.on_device
 
     def _copy(self, sources: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
         if self.device.type != "cuda":

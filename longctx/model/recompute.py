@@ -47,8 +47,7 @@ def checkpointed_blocks(
     # Layers share their angles, and so the views of them
     flat = {id(pair): _flat(pair) for pair in angles}
     of_blocks = [flat[id(pair)] for pair in angles]
-    tile, surroundings = memory.mlp_tile or 0, _Surroundings(x.device.type)
-    tape = _Tape(blocks, x.shape, of_blocks, masks, memory, tile, surroundings)
+    tape = _Tape(blocks, x.shape, of_blocks, masks, memory, x.device)
     y = x.reshape(1, -1, x.shape[-1])
     for i, block in enumerate(blocks):
         y = block.calling(lambda own, y, i: _Block.apply(y, tape, i, *_trained(own)), y, i)
@@ -64,13 +63,13 @@ def checkpointed_mlp(block: Any, x: Tensor, angles: Angles, mask: Mask, tile: in
     return _After.apply(*flat, block, tile, *_trained(block))
 
 
-def forward_in_tiles(block: Any, x: Tensor, angles: Angles, mask: Mask, tile: int) -> Tensor:
-    """block(x, angles, mask) without gradients; outside attention, `tile` tokens at a time."""
-    rows, flat = x.shape[:2], x.reshape(1, -1, x.shape[-1])
-    inputs = flat, *_flat(angles)
-    qkv = (t.view(*rows, *t.shape[2:]) for t in in_tiles(block.before, tile, inputs))
-    out = block.attention(*qkv, mask)
-    return in_tiles(block.after, tile, (flat, out.reshape(1, -1, *out.shape[2:])))[0].view(x.shape)
+def forward_in_tiles(
+    block: Any, x: Tensor, angles: Angles, mask: Mask, memory: MemoryConfig
+) -> Tensor:
+    """block(x, angles, mask) without gradients; outside attention, a tile at a time."""
+    tape = _Tape([block], x.shape, [_flat(angles)], [mask], memory, x.device)
+    flat = x.reshape(1, -1, x.shape[-1])
+    return tape.after(0, flat, tape.attend(0, flat)[0]).view(x.shape)
 
 
 def _flat(angles: Angles) -> Angles:
@@ -87,56 +86,124 @@ class _Tape:
     angles: Sequence[Angles]  # of each block, (1, B·T, 1, D/2)
     masks: Sequence[Mask]
     memory: MemoryConfig
-    tile: int  # tokens; 0: all
-    surroundings: _Surroundings
+    device: torch.device
     saved: dict[int, SavedTensors] = field(default_factory=dict)
+    # Made again in backward: outputs of attention, and the input of the last block without one
+    outputs: dict[int, SavedTensors] = field(default_factory=dict)
+    held: SavedTensors | None = None
 
-    def before(self, i: int, x: Tensor) -> Tokens:
-        return in_tiles(self.blocks[i].before, self.tile, (x, *self.angles[i]))
+    def __post_init__(self) -> None:
+        self.tile = self.memory.mlp_tile or 0  # tokens; 0: all
+        self.surroundings = _Surroundings(self.device.type)
+        # Then each tile and group of heads takes its part; else blocks come to the device
+        self.reads_host = bool(self.memory.heads_at_once and self.memory.offload)
+
+    def groups(self, i: int) -> Iterator[tuple[slice, slice]]:
+        """Yield the query heads and the key heads of block i that are computed at one time."""
+        attention = self.blocks[i].attention
+        each = self.memory.heads_at_once or attention.kv_heads
+        shared = attention.heads // attention.kv_heads
+        for first in range(0, attention.kv_heads, each):
+            yield slice(first * shared, (first + each) * shared), slice(first, first + each)
+
+    def of_heads(self, i: int, queries: slice, keys: slice, x: Tensor, *outs: Tensor) -> Tokens:
+        """Return q, k and v of block i, and `outs`, of some heads.
+
+        Each group projects all heads of a tile: so every kind of layer can, with the same bits.
+        """
+        block, angles = self.blocks[i], self.angles[i]
+        if not self.memory.heads_at_once:
+            return (*in_tiles(block.before, self.tile, (x, *angles), self.device), *outs)
+
+        def of_tile(x: Tensor, *others: Tensor) -> Tokens:
+            q, k, v = block.before(x, *others[: len(angles)])
+            own = q[:, :, queries], k[:, :, keys], v[:, :, keys]
+            outs = (out[:, :, queries] for out in others[len(angles) :])
+            return tuple(part.contiguous() for part in (*own, *outs))
+
+        return in_tiles(of_tile, self.tile, (x, *angles, *outs), self.device)
 
     def after(self, i: int, x: Tensor, out: Tensor) -> Tensor:
-        return in_tiles(self.blocks[i].after, self.tile, (x, out))[0]
+        return in_tiles(self.blocks[i].after, self.tile, (x, out), self.device)[0]
 
-    def run(self, i: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return block i of x, attention's output, and its lse if backward takes it."""
-        attend, scores = self.blocks[i].attention.attend, self.blocks[i].attention.scores
-        with self.surroundings.restored():
-            q, k, v = (self.rows(t) for t in self.before(i, x))
-            if attend.description.has_backward:
-                out, lse = attend.with_lse(q, k, v, self.masks[i], scores)
-            else:
-                out, lse = attend(q, k, v, self.masks[i], scores), None
-            del q, k, v
-            out = out.reshape(1, -1, *out.shape[2:])
-            return self.after(i, x, out), out, lse
+    def attend(self, i: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return attention's output of block i and its lse."""
+        attention, out, lse = self.blocks[i].attention, None, None
+        for queries, keys in self.groups(i):
+            q, k, v = (self.rows(t) for t in self.of_heads(i, queries, keys, x))
+            scores = attention.scores.of_heads(queries.start, q.shape[2])
+            results = attention.attend.with_lse(q, k, v, self.masks[i], scores)
+            out = _placed(out, results[0], 2, queries, attention.heads)
+            lse = _placed(lse, results[1], 1, queries, attention.heads)
+            del q, k, v, results  # free before the next group
+        assert out is not None and lse is not None
+        return out.reshape(1, -1, *out.shape[2:]), lse
 
     def rows(self, x: Tensor) -> Tensor:
         """(1, B·T, H, D) → (B, T, H, D)"""
         return x.view(*self.shape[:2], *x.shape[2:])
 
-    def save(self, i: int, x: Tensor, out: Tensor, lse: Tensor | None) -> None:
-        """Save attention's output of block i and, of every keep_every-th block, its input x."""
-        tensors = {"out": out} if lse is None else {"out": out, "lse": lse}
+    def save(self, i: int, x: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Save attention's output of block i, unless it is made again, and, of every keep_every-th
+        block, its input x.
+        """
+        is_again = i < round((self.memory.attention_again or 0.0) * len(self.blocks))
+        tensors = {} if is_again else self.results(i, out, lse)
         if i % (self.memory.keep_every or 1) == 0:
             tensors["x"] = x
-        offloaded = i < round((self.memory.offload or 0.0) * len(self.blocks))
-        self.saved[i] = SavedTensors(tensors, HostBuffers.of(x.device, i) if offloaded else None)
+        self.saved[i] = self.holder(i, i, tensors)
+
+    def results(self, i: int, out: Tensor, lse: Tensor) -> dict[str, Tensor]:
+        """Return the results of block i's attention that its backward takes."""
+        has_backward = self.blocks[i].attention.attend.description.has_backward
+        return {"out": out, "lse": lse} if has_backward else {"out": out}
+
+    def holder(self, i: int, place: int, tensors: dict[str, Tensor]) -> SavedTensors:
+        """Return `tensors` of block i, on the host if the block is offloaded; below 0 `place` is
+        that of tensors made again, on the host if backward reads them there.
+        """
+        offload = self.memory.offload or 0.0
+        is_offloaded = i < round(offload * len(self.blocks)) if place >= 0 else self.reads_host
+        buffers = HostBuffers.of(self.device, place) if is_offloaded and tensors else None
+        return SavedTensors(tensors, buffers)
+
+    def tensors(self, saved: SavedTensors) -> dict[str, Tensor]:
+        return saved.tensors(brings=not self.reads_host)
 
     def input(self, i: int) -> Tensor:
-        """x of block i: saved, or recomputed from what the block before it saved."""
-        saved = self.saved[i].tensors()
-        if "x" in saved:
-            return saved["x"]
-        # FSDP has resharded it; its own backward comes next, and shards it again
-        self.blocks[i - 1].unshard()
-        return self.after(i - 1, self.input(i - 1), self.saved[i - 1].tensors()["out"])
+        """x of block i: saved, or recomputed from what the blocks before it saved."""
+        every = self.memory.keep_every or 1
+        first = i - i % every
+        x = self.tensors(self.saved[first])["x"]
+        for j in range(first, i):
+            # FSDP has resharded it; its own backward comes next, and shards it again
+            self.blocks[j].unshard()
+            y = self.after(j, x, self.output(j, x)["out"])
+            self.held = None  # its place is free
+            self.held = self.holder(j + 1, -1, {"x": y})
+            x = self.tensors(self.held)["x"]
+            del y
+        return x
+
+    def output(self, i: int, x: Tensor) -> dict[str, Tensor]:
+        """Return the results of block i's attention: saved, or made again once."""
+        saved = self.tensors(self.saved[i])
+        if "out" not in saved:
+            if i not in self.outputs:
+                place = -2 - i % (self.memory.keep_every or 1)
+                results = self.results(i, *self.attend(i, x))
+                self.outputs[i] = self.holder(i, place, results)
+            saved = self.tensors(self.outputs[i])
+        return saved
 
 
 class _Block(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tape: _Tape, i: int, *weights: Tensor) -> Tensor:
         ctx.tape, ctx.i, ctx.weights = tape, i, weights
-        y, out, lse = tape.run(i, x)
+        with tape.surroundings.restored():
+            out, lse = tape.attend(i, x)
+            y = tape.after(i, x, out)
         tape.save(i, x, out, lse)
         return y
 
@@ -145,12 +212,14 @@ class _Block(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         tape, i = ctx.tape, ctx.i
         assert i in tape.saved, "the gradients of this forward pass were already taken"
-        if i:
+        if i and not tape.reads_host:
             tape.saved[i - 1].prefetch()
         sums = _Sums(tape.blocks[i], ctx.weights)
         with tape.surroundings.restored():
             dx = _block_backward(tape, i, dy.contiguous(), sums)
         del tape.saved[i]
+        tape.outputs.pop(i, None)
+        tape.held = None
         return dx, None, None, *sums.gradients()
 
 
@@ -160,29 +229,45 @@ def _block_backward(tape: _Tape, i: int, dy: Tensor, sums: _Sums) -> Tensor:
     In tiles dx takes the memory of dy, which the block above made and nobody else reads.
     """
     x, block = tape.input(i), tape.blocks[i]
-    saved = tape.saved[i].tensors()
+    saved = tape.output(i, x)
     out, lse = saved["out"], saved.get("lse")
-    one_tile = _one_tile(tape.tile, x)
+    one_tile = _one_tile(tape.tile, x) and not tape.memory.heads_at_once
 
     # after: dx along the residual stream, and do of attention's output
     after = partial(block.after, needs_value=False)
-    into = None if one_tile else [dy, torch.empty_like(out)]
+    into = None if one_tile else [dy, torch.empty_like(out, device=dy.device)]
     dx, do = gradients_in_tiles(after, tape.tile, (x, out), (), (dy,), sums, into)
 
     # q, k and v again; in one tile with their graph, which serves the last step
     leaf = x.detach().requires_grad_(one_tile)
-    with torch.set_grad_enabled(one_tile):
-        qkv = block.before(leaf, *tape.angles[i]) if one_tile else tape.before(i, x)
-    q, k, v = (tape.rows(t.detach()) for t in qkv)
+    if one_tile:
+        with torch.enable_grad():
+            qkv = block.before(leaf, *tape.angles[i])
 
     # attention
-    scores = block.attention.scores
-    gradients = block.attention.attend.backward(
-        tape.rows(do), (q, k, v, tape.rows(out), lse), tape.masks[i], scores
-    )
-    dqkv: Tokens = tuple(t.reshape(1, -1, *t.shape[2:]) for t in gradients[:3])
-    sums.add([gradients[3] if weight is scores.sinks else None for weight in sums.weights])
-    del do, q, k, v, out, lse, saved, into
+    attention, scores = block.attention, block.attention.scores
+    dqkv: Tokens = do, None, None  # type: ignore[assignment]  # of groups dq takes do's memory
+    dsinks = None if scores.sinks is None else torch.zeros_like(scores.sinks)
+    counts = attention.heads, attention.kv_heads, attention.kv_heads
+    for queries, keys in tape.groups(i):
+        own = [*qkv, out] if one_tile else tape.of_heads(i, queries, keys, x, out)
+        own_lse = None if lse is None else lse[:, queries].to(do.device)
+        q, k, v, own_out = (tape.rows(t.detach()) for t in own)
+        gradients = attention.attend.backward(
+            tape.rows(do[:, :, queries]),
+            (q, k, v, own_out, own_lse),
+            tape.masks[i],
+            scores.of_heads(queries.start, q.shape[2]),
+        )
+        if dsinks is not None:
+            dsinks[queries] = gradients[3]
+        parts = (t.reshape(1, -1, *t.shape[2:]) for t in gradients[:3])
+        each = zip(dqkv, parts, (queries, keys, keys), counts, strict=True)
+        dqkv = tuple(_placed(whole, part, 2, at, n) for whole, part, at, n in each)
+        # free before the next group
+        del own, own_lse, q, k, v, own_out, gradients, parts, each
+    sums.add([dsinks if weight is scores.sinks else None for weight in sums.weights])
+    del do, out, lse, saved, into
 
     # before
     if one_tile:
@@ -190,7 +275,6 @@ def _block_backward(tape: _Tape, i: int, dy: Tensor, sums: _Sums) -> Tensor:
         dx_before, *dweights = torch.autograd.grad(qkv, leaves, dqkv, allow_unused=True)
         sums.add(dweights)
         return dx + dx_before
-    del qkv
     gradients_in_tiles(block.before, tape.tile, (x,), tape.angles[i], dqkv, sums, [dx], add=True)
     return dx
 
@@ -217,15 +301,19 @@ class _After(torch.autograd.Function):
         return dx, do, None, None, *sums.gradients()
 
 
-def in_tiles(function: Callable[..., Any], tile: int, inputs: Tokens) -> Tokens:
-    """function(*inputs) without gradients, `tile` tokens (0: all) at a time."""
+def in_tiles(
+    function: Callable[..., Any], tile: int, inputs: Tokens, device: torch.device | None = None
+) -> Tokens:
+    """function(*inputs) without gradients, `tile` tokens (0: all) at a time, which come to `device`
+    from the host.
+    """
     with torch.no_grad():
         if _one_tile(tile, inputs[0]):
-            return _tuple(function(*inputs))
+            return _tuple(function(*_at(slice(None), inputs, device)))
         outputs: Tokens = ()
         tokens = inputs[0].shape[1]
         for at in _tiles(tile, tokens):
-            parts = _tuple(function(*(x[:, at] for x in inputs)))
+            parts = _tuple(function(*_at(at, inputs, device)))
             outputs = outputs or tuple(p.new_empty(1, tokens, *p.shape[2:]) for p in parts)
             for output, part in zip(outputs, parts, strict=True):
                 output[:, at] = part
@@ -250,7 +338,8 @@ def gradients_in_tiles(
     """
     for at in _tiles(tile, inputs[0].shape[1]):
         with torch.enable_grad():
-            leaves = [x[:, at].detach().requires_grad_() for x in inputs]
+            own = _at(at, inputs, gradients[0].device)
+            leaves = [x.detach().requires_grad_() for x in own]
             outputs = _tuple(function(*leaves, *(x[:, at] for x in constants)))
         douts = [g[:, at] for g in gradients]
         every = torch.autograd.grad(outputs, (*leaves, *sums.weights), douts, allow_unused=True)
@@ -260,7 +349,7 @@ def gradients_in_tiles(
         for target, part in zip(into, every, strict=False):
             target[:, at] = target[:, at] + part if add else part
         # The next tile takes their memory: 464 MiB of 1b with tiles of 32,768 tokens
-        del leaves, outputs, douts, every, part
+        del own, leaves, outputs, douts, every, part
     return into or ()
 
 
@@ -320,6 +409,21 @@ def _tiles(tile: int, tokens: int) -> Iterator[slice]:
     size = tile_size(tokens, tile or tokens)
     for start in range(0, tokens, size):
         yield slice(start, min(start + size, tokens))
+
+
+def _at(at: slice, inputs: Tokens, device: torch.device | None) -> Tokens:
+    """Return the tokens `at` of each tensor, on `device` if one is given."""
+    return tuple(x[:, at].to(device=device, non_blocking=True) for x in inputs)
+
+
+def _placed(whole: Tensor | None, part: Tensor, dim: int, heads: slice, count: int) -> Tensor:
+    """Return `part` as these of `count` heads of `whole`, which is made unless it is there."""
+    if part.shape[dim] == count:
+        return part
+    if whole is None:
+        whole = part.new_empty(*part.shape[:dim], count, *part.shape[dim + 1 :])
+    whole.narrow(dim, heads.start, part.shape[dim]).copy_(part)
+    return whole
 
 
 def _one_tile(tile: int, x: Tensor) -> bool:

@@ -26,10 +26,8 @@ def kept(block: BlockSpec, p: Pass) -> Iterator[Kept]:
     e, C, N = p.activation, block.mlp.size, p.tokens
     attention, heads = block.attention, block.attention.model.heads
     if p.recompute == "block":
-        # Without a backward of its own the backend runs again, and makes the lse again
-        lse = FP32 * heads if p.backend.has_backward else 0
         yield Kept(e * C * N, ATTENTION)
-        yield Kept((e * attention.query_size + lse) * N, ATTENTION)
+        yield Kept(output(attention, p), ATTENTION)
         return
     # A product saves its input: without a norm the stream itself, or its copy in FP8
     reads_stream = block.attention_norm is None
@@ -45,6 +43,13 @@ def kept(block: BlockSpec, p: Pass) -> Iterator[Kept]:
         yield Kept((e * attention.query_size + (2 * FP32 + 1) * heads) * N, ATTENTION)
     if p.recompute == "none":
         yield from kept_after(block, p)
+
+
+def output(attention: AttentionSpec, p: Pass) -> float:
+    """Return the bytes of the results of attention that recompute=block saves."""
+    # Without a backward of its own the backend runs again, and makes the lse again
+    lse = FP32 * attention.model.heads if p.backend.has_backward else 0
+    return (p.activation * attention.query_size + lse) * p.tokens
 
 
 def kept_after(block: BlockSpec, p: Pass) -> Iterator[Kept]:
@@ -90,13 +95,19 @@ def mlp_backward(block: BlockSpec, p: Pass) -> float:
     if n < p.tokens:
         # Attention's output has its gradient for all tokens; of the tile before nothing is left
         needed += e * q * p.tokens + p.gradient * weights_after(block)
-    return needed
+    # The tile of what stays on the host
+    return needed + e * (C + q) * n * p.in_groups
 
 
-def attention_backward(block: BlockSpec, p: Pass) -> int:
+def attention_backward(block: BlockSpec, p: Pass) -> float:
     """Return the bytes of attention's backward next to what its kernel takes."""
     e, C = p.activation, block.mlp.size
     q, kv = block.attention.query_size, block.attention.key_size
+    if p.in_groups:
+        # Residual; do, in whose place dq comes, dk, dv; of a group q, k, v, the output, dq, dk, dv
+        needed = e * (C + q + 2 * kv) * p.tokens + e * (3 * q + 4 * kv) * p.tokens / p.head_parts
+        needed += p.gradient * weights_after(block)
+        return needed + p.unpacked * block.attention.linears[0].weights
     # Residual; do, dq, dk, dv; gradients of the weights after attention
     needed = e * (C + 2 * q + 2 * kv) * p.tokens + p.gradient * weights_after(block)
     needed += p.unpacked * block.attention.linears[0].weights
@@ -138,6 +149,10 @@ def of_score(part: AttentionSpec, p: Pass) -> int:
 
 def attention_workspace(part: AttentionSpec, p: Pass) -> float:
     """Return the bytes that attention's backward takes besides its inputs and outputs."""
+    if p.in_groups:
+        # As of all heads and fewer tokens
+        fewer = p._replace(tokens=p.tokens // p.head_parts, head_parts=1, in_groups=False)
+        return attention_workspace(part, fewer)
     e, q, heads = p.activation, part.query_size, part.model.heads
     if p.backend.score_bytes is not None:
         # else probabilities make room for a part

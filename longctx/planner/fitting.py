@@ -31,6 +31,8 @@ CLEARLY_FASTER = 1.1  # times another backend's speed, to be told at the start
 SEARCHED: dict[str, tuple[Any, ...]] = {
     "optimizer_state": ("fp32", "host"),
     "keep_every": (1, 2, 4, 8),
+    "heads_at_once": (0, 2, 1),
+    "attention_again": (0.0, 0.5, 1.0),
     "offload": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
     "mlp_tile": (0, 32768, 8192),
 }
@@ -44,11 +46,14 @@ def ways(workload: Workload) -> list[list[Workload]]:
     each = list[list[Workload]]()
     # A policy by name has its own values in place of nulls
     is_open = {name: memory.policy == "auto" and getattr(memory, name) is None for name in SEARCHED}
+    is_open["heads_at_once"] &= workload.context == 1
     options = [x if is_open[name] else (getattr(memory, name),) for name, x in SEARCHED.items()]
     for policy, *timed in product(memory.policies(), *options[:-1]):
         keys = (dict(zip(SEARCHED, (*timed, tile), strict=True)) for tile in options[-1])
         way = [replace(memory, **chosen).filled(policy) for chosen in keys]
         way = [x for x in way if x.optimizer_state in states and not x.contradiction(policy)]
+        # Without tiles the projections of all heads exist at one time
+        way = [x for x in way if x.mlp_tile or not (x.heads_at_once and is_open["heads_at_once"])]
         each += [[replace(workload, memory=chosen) for chosen in way]] if way else []
     return each
 

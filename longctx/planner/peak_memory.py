@@ -75,6 +75,7 @@ class _Costs(NamedTuple):
     mlp: float
     attention: float
     freed: float = 0.0
+    output: float = 0.0  # of attention, in what is saved
 
 
 class _Step:
@@ -112,10 +113,13 @@ class _Step:
         self.costs = [by_kind[kind] for kind in kinds]
         if self.measured:
             self.costs = [self.measured_costs(layer) for layer in self.measured]
-        # Without its input a block before it runs forward again
-        each = (self.memory.keep_every or 1) if self.memory.recompute == "block" else 1
+        # Without its input a block before it runs forward again; without its output attention does
+        self.every = (self.memory.keep_every or 1) if self.memory.recompute == "block" else 1
+        self.attends_again = round((self.memory.attention_again or 0.0) * self.L)
         self.saved_by_block = [
-            float(costs.saved - (self.e * self.C * self.N if layer % each else 0))
+            costs.saved
+            - (self.e * self.C * self.N if layer % self.every else 0.0)
+            - (costs.output if layer < self.attends_again else 0.0)
             for layer, costs in enumerate(self.costs)
         ]
         # Bytes that the first 0, 1, ... blocks save on the GPU; the first layers keep theirs on the
@@ -133,6 +137,7 @@ class _Step:
             mlp=block_memory.mlp_backward(block, through),
             attention=attention + block_memory.attention_workspace(block.attention, through),
             freed=sum(row.bytes for row in kept if row.until == block_memory.MLP),
+            output=block_memory.output(block.attention, through),
         )
 
     def measured_costs(self, layer: MeasuredLayer) -> _Costs:
@@ -170,6 +175,9 @@ class _Step:
         copies = sum((layer.saved.intercept for layer in of_layers), 0.0)
         at_loss = {GRADIENTS: before, PARAMETERS: copies}
         yield "loss", _sum(always, at_loss, saved, self.loss())
+        if self.through.in_groups:  # with little else, the stream, attention's output, their sum
+            others = {KEPT: self.saved_by_first[self.L - 1], MLP: self.forward(self.through)}
+            yield "forward of the last block", _sum(always, at_loss, others)
         # The head's gradient is there at once; a tied one waits beside the sum for that of the
         # embedding.
         head = embedding if tied or not full else 0.0
@@ -284,9 +292,13 @@ class _Step:
 
     def host(self) -> Terms:
         """Return the pinned host memory: the optimizer's state, and offloaded activations."""
-        away = self.saved_by_block[: self.away]
+        away = sum(self.saved_by_block[: self.away])
+        if self.through.in_groups and self.away:
+            # A place for an input, and one for each output, that is made again
+            away += self.e * self.C * self.N * (self.every > 1)
+            away += self.costs[0].output * min(self.every, self.attends_again)
         _, optimizer = optimizer_state(self.workload)
-        return {OPTIMIZER: optimizer / self.slices, KEPT: float(sum(away))}
+        return {OPTIMIZER: optimizer / self.slices, KEPT: away}
 
     def logits(self, bytes_each: int) -> float:
         """Return the bytes of a chunk's logits."""
@@ -308,13 +320,20 @@ class _Step:
 
         They are discarded inputs and offloaded activations.
         """
-        if self.memory.recompute != "block":
+        reads_host = self.through.in_groups and self.away  # tile by tile
+        if self.memory.recompute != "block" or reads_host:
             return 0.0
-        # Blocks to go back to the last input that was kept
-        missing = (layer - 1) % (self.memory.keep_every or 1)
+        # Blocks to go back to the last input that was kept; it is made of theirs
+        missing = (layer - 1) % self.every
+        since = range(layer - 1 - missing, layer)
+        made = [self.costs[i].output for i in since if i < self.attends_again]
+        x = self.e * self.C * self.N * (missing > 0)
         needed = range(layer - 1 - max(1, missing), layer)
-        brought = sum(self.saved_by_block[i] for i in needed if 0 <= i < self.away)
-        return brought + min(missing, 2) * self.e * self.C * self.N
+        return sum(self.saved_by_block[i] for i in needed if 0 <= i < self.away) + sum(made) + x
+
+    def forward(self, through: Pass) -> float:
+        """Return the bytes of a block's forward without gradients."""
+        return max(block_memory.forward(block, through) for block, _ in self.model.kinds)
 
     def validation(self, rows: int, length: int) -> Terms:
         """Return the bytes of a forward without gradient, in which blocks run uncompiled."""
@@ -324,7 +343,7 @@ class _Step:
         # In memory: masked scores, their distance to the lse, and its exp
         has_scores = self.workload.attention.description.score_bytes is not None
         scores = 3.0 * FP32 * self.model.heads * tokens * length if has_scores else 0.0
-        mlp: float = max(block_memory.forward(block, through) for block, _ in self.model.kinds)
+        mlp = self.forward(through)
         # A layer that is computed again saves nothing in forward, as in validation
         if layers := self.workload.measured.get("block"):
             copies = sum(layer.forward.intercept for layer in layers)

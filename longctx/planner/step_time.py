@@ -74,6 +74,10 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     again: float = {"none": 0, "mlp": after, "block": before + after}[memory.recompute or "none"]
     # The n-th block after a saved input computes those of n blocks again
     again += after * ((memory.keep_every or 1) - 1) / 2 if memory.recompute == "block" else 0
+    # A group of heads projects all of them, in both passes and for an output made again
+    groups = workload.head_parts if memory.heads_at_once else 1
+    projected = groups * (2 + (memory.attention_again or 0.0)) - 2
+    again += before * projected
     rate = PRODUCTS * C / (C + SMALL) * peak
     added = workload.added
     each = 4 if added else 6  # frozen weights have no gradient
@@ -86,6 +90,7 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     loss = each * N * int(model.vocab_size or 0) * C / rate
     # bytes of elementwise kernels
     moved = e * N * model.layers * (32 * C + 9 * inner) * (1.3 if again else 1)
+    moved += e * N * model.layers * projected * 3 * (C + before / C)
     # FP8: inputs and gradients of products, read for their scale, read again and written both ways
     ends = 4 * C + 2 * (model.heads + model.kv_heads) * model.head_size + 3 * model.ffn
     # weights are read for their scale and for each copy
@@ -99,8 +104,14 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     }
     # copies to the host and back, beyond the computation that hides them
     away = predict(workload, 0).host[KEPT] if memory.offload else 0.0
-    compute = sum(per_micro.values())
-    per_micro["waiting for the host"] = max(0.0, 2 * away / min(LINK, chip.link) - 0.8 * compute)
+    compute, link = sum(per_micro.values()), min(LINK, chip.link)
+    if (
+        memory.heads_at_once
+    ):  # tiles and groups of heads come when they are needed: nothing hides it
+        tiles = (3 + projected / 2) * 2 * e * C * N * (memory.offload or 0.0) * model.layers
+        per_micro["waiting for the host"] = tiles / link + max(0.0, away / link - 0.8 * compute)
+    else:
+        per_micro["waiting for the host"] = max(0.0, 2 * away / link - 0.8 * compute)
     parts = {name: workload.accumulate * time for name, time in per_micro.items()}
     parts[OPTIMIZER] = update_seconds(workload, chip)
     if workload.devices > 1:
@@ -158,7 +169,8 @@ def attention_seconds(workload: Workload, chip: Chip) -> float:
         workload.model.blocks[0].attention,
         workload.pass_of(workload.batch_size, workload.seq_len),
     )
-    runs_again = layer.recompute == "block" and not description.has_backward
+    runs_again = (workload.memory.attention_again or 0.0) if layer.recompute == "block" else 0.0
+    runs_again += layer.recompute == "block" and not description.has_backward
     if description.score_bytes is not None:
         heads = model.heads * model.layers
         scores = workload.batch_size * workload.seq_len**2 * heads / workload.context

@@ -121,11 +121,12 @@ class Pass(NamedTuple):
     is_compiled: bool = False
     on_gpu: bool = False
     # Of attention: the tokens of a sequence, the description and the options of the backend, and
-    # parts of the heads, computed one after another if ranks share sequences
+    # parts of the heads, computed one after another if ranks share sequences or `in_groups`
     keys: int = 0
     backend: Any = None
     options: Mapping[str, Any] = {}
     head_parts: int = 1
+    in_groups: bool = False  # of heads, each with q, k and v of its own: memory.heads_at_once
 
 
 @dataclass(frozen=True)

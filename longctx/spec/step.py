@@ -148,12 +148,12 @@ class Workload:
 
     @property
     def head_parts(self) -> int:
-        """Count the parts of the heads, computed one after another if ranks share sequences."""
+        """Count the parts of the heads, computed one after another."""
         heads, ranks = self.model.kv_heads, self.context
         if ranks > 1 and self.context_method == "allgather":
             return -(-heads // allgather_group(heads, ranks))
         if ranks == 1 or heads % ranks:
-            return 1
+            return -(-heads // (self.memory.heads_at_once or heads))
         return ulysses_parts(heads // ranks, self.batch_size * -(-self.seq_len // ranks))
 
     def exchanges_halo(self, window: int | None) -> bool:
@@ -185,6 +185,7 @@ class Workload:
             backend=self.attention.description,
             options=self.attention.options,
             head_parts=self.head_parts,
+            in_groups=bool(self.memory.heads_at_once),
         )
 
     @property

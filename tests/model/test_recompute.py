@@ -14,10 +14,11 @@ from longctx.attention import Mask, flash
 from longctx.attention.description import AttentionConfig
 from longctx.config.layout_config import MemoryConfig
 from longctx.kernels import HAS_TRITON
-from longctx.model import GPT, GPTConfig, layers, recompute
+from longctx.model import GPT, GPTConfig, layers, lora, recompute
 from longctx.model.layers import Block
 from longctx.model.offload import HostBuffers, pinned
 from longctx.planner import block_memory
+from longctx.spec.model_config import LoraConfig
 from tests.largest_tensor import LiveMemory
 from tests.planner.steps import workload
 
@@ -34,6 +35,9 @@ WAYS = {
     "the first alone": MemoryConfig("balanced", keep_every=9, mlp_tile=200),
     "host": MemoryConfig("balanced", offload=1.0),
     "long": MemoryConfig("long", mlp_tile=64),
+    "a head at a time": MemoryConfig("balanced", heads_at_once=1, mlp_tile=128),
+    "attention again": MemoryConfig("balanced", attention_again=0.7, keep_every=2),
+    "all of it": MemoryConfig("long", mlp_tile=64, heads_at_once=1, attention_again=1, offload=1),
 }
 
 
@@ -84,12 +88,14 @@ def saved() -> dict[str, list[Tensor]]:
     ],
 )
 def test_gradients_are_those_of_saving_all(attention, way, saved, monkeypatch):
-    """And flash computes attention once."""
+    """And flash computes attention once, if nothing else is asked for."""
     calls, forward_for = [], flash.forward_for
     monkeypatch.setattr(flash, "forward_for", lambda *args: calls.append(1) or forward_for(*args))
     actual = gradients(make(WAYS[way], attention=attention))
     torch.testing.assert_close(actual, saved[attention], rtol=1e-5, atol=1e-6)
-    assert len(calls) == (CONFIG.layers if attention == "flash" else 0)
+    again = round((WAYS[way].attention_again or 0) * CONFIG.layers)
+    times = (CONFIG.layers + again) * (CONFIG.kv_heads if WAYS[way].heads_at_once else 1)
+    assert len(calls) == (times if attention == "flash" else 0)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +164,53 @@ def test_tiles_of_backward_take_predicted_memory(name, tokens, monkeypatch):
     assert traced == pytest.approx(block_memory.mlp_backward(spec, through), rel=1e-3)
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="the kernels of a GPU are traced by their shapes")
+@pytest.mark.parametrize("name", ["1b", "8b"])
+def test_a_group_of_heads_takes_predicted_memory(name, monkeypatch):
+    """On fake tensors, without the workspace of the kernels: no group holds the one before."""
+    monkeypatch.setattr(layers, "fused", lambda x: x.dtype == torch.bfloat16)
+    keys = ("heads_at_once=1", "mlp_tile=8192", "recompute=block")
+    step, tokens = workload(f"model={name}", *(f"memory.{key}" for key in keys)), 524288
+    through, spec = step.pass_of(1, tokens), step.model.block(0)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", torch.bfloat16):
+        block = Block(spec, AttentionConfig("flash"))
+        x = torch.empty(1, tokens, step.model.channels, dtype=torch.bfloat16)
+        dy, out = torch.empty_like(x), x.unflatten(-1, (step.model.heads, -1))
+        angles = [torch.empty(1, tokens, 1, step.model.head_size // 2) for _ in range(2)]
+        mask = Mask.causal().bind(1, tokens, tokens, x.device)
+        tape = recompute._Tape([block], x.shape[:2], [angles], [mask], step.memory, x.device)
+        tape.save(0, x, out, torch.empty(1, step.model.heads, tokens))
+        with LiveMemory() as live:
+            sums = recompute._Sums(block, recompute._trained(block))
+            recompute._block_backward(tape, 0, dy, sums)
+    lse = 4 * step.model.heads * tokens / through.head_parts
+    expected = block_memory.attention_backward(spec, through) + lse
+    assert live.peak + dy.nbytes == pytest.approx(expected, rel=0.01)
+
+
+PARTS = {
+    "sinks": {"sinks": True},
+    "windows": {"window": 20, "window_layers": [1]},
+    "norms of all heads": {"qk_norm": "whole"},
+    "biases and a gate": {"qkv_bias": True, "out_bias": True, "attention_gate": "channel"},
+    "part of the heads at the end": {"heads": 6, "kv_heads": 3, "head_dim": 16},
+}
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+@pytest.mark.parametrize("parts", PARTS)
+def test_groups_of_heads_and_attention_again_change_no_bit(parts, rank):
+    """In fp32: a sum over heads is the one that it was."""
+    config, grads = replace(CONFIG, **PARTS[parts]), []
+    for more in ({}, {"heads_at_once": 2, "attention_again": 0.7}):
+        model = make(MemoryConfig("long", mlp_tile=128, keep_every=3, **more), config)
+        if rank:
+            lora.add(model, LoraConfig(rank=rank))
+        model(*batch()).backward()
+        grads.append([p.grad for p in model.parameters() if p.requires_grad])
+    assert grads[0] and all(map(torch.equal, *grads))
+
+
 def test_gradients_of_tiles_are_their_sums():
     block, tokens, size = make().blocks[0], 300, (CONFIG.heads, 8)
     x, out, dy = (torch.randn(1, tokens, *shape) for shape in ((32,), size, (32,)))
@@ -222,6 +275,22 @@ def test_weights_that_left_before_backward_are_refused(way):
 def test_host_memory_that_is_not_there_is_a_memory_error():
     with pytest.raises(MemoryError, match="GiB of host memory"):
         pinned(1 << 62, torch.uint8)
+
+
+def test_without_host_memory_what_is_missing_stays_on_the_device(saved, monkeypatch, capsys):
+    def like(self: HostBuffers, name: str, x: Tensor) -> Tensor:
+        if len(HostBuffers._pool) > 2:
+            raise MemoryError("0.1 GiB of host memory could not be pinned")
+        return torch.empty_like(x)
+
+    monkeypatch.setattr(HostBuffers, "_pool", {})
+    monkeypatch.setattr(HostBuffers, "like", like)
+    for way in ("host", "all of it"):
+        for _ in range(2):
+            grads = gradients(make(WAYS[way]))
+            torch.testing.assert_close(grads, saved["flash"], rtol=1e-5, atol=1e-6)
+    assert capsys.readouterr().err.count("stays on the GPU") == 1
+    assert len(HostBuffers._pool) < 10
 
 
 def test_host_memory_is_given_back_but_for_what_a_forward_pass_holds(saved, monkeypatch):

@@ -44,6 +44,12 @@ def test_a_method_that_does_not_divide_heads_is_refused():
         steps("devices=3 context=3 context.method=ulysses")
 
 
+def test_ranks_do_not_share_heads_twice():
+    with pytest.raises(ValueError, match=r"heads_at_once=1 with context=2: ranks share"):
+        steps("devices=2 context=2 memory.heads_at_once=1")
+    assert {step.context for step in steps("devices=2 context=auto memory.heads_at_once=1")} == {1}
+
+
 @pytest.mark.parametrize(
     ("words", "seq_len"),
     [

@@ -11,7 +11,7 @@ import pytest
 from longctx.attention.description import AttentionConfig
 from longctx.config.doors import OPTIMIZERS, OptimizerTraits
 from longctx.config.layout_config import MemoryConfig
-from longctx.planner import fitting, peak_memory
+from longctx.planner import fitting, peak_memory, step_time
 from longctx.planner.peak_memory import _Step, predict
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB
@@ -61,6 +61,45 @@ def test_models_take_measured_memory_and_time(words, rows, tokens, gib, speed, k
     assert predicted == pytest.approx(speed, rel=0.08 if "lora" in words else 0.03)
 
 
+@pytest.mark.parametrize(("tokens", "keys", "gib"), FIGURES["capped"])
+def test_steps_under_a_cap_took_what_is_predicted(tokens, keys, gib):
+    words = ["memory=balanced", *(f"memory.{key}" for key in keys.split())]
+    step = workload("model=8b", "lora.rank=16", "lora.base=nf4", *words, seq_len=tokens)
+    step = replace(step, batch_size=1, accumulate=1)
+    assert predict(step).peak / GIB == pytest.approx(gib, rel=0.01)
+
+
+def test_heads_and_outputs_cost_what_they_should():
+    """All is on the host: of its 29 KB a token most are dx and do; attention takes 4.5 / 3.5."""
+
+    def of(*keys: str) -> Workload:
+        words = ["memory=balanced", "memory.offload=1", "memory.mlp_tile=8192"]
+        words += [f"memory.{key}" for key in keys]
+        step = workload("model=8b", "lora.rank=16", "lora.base=nf4", *words, seq_len=524288)
+        return replace(step, batch_size=1, accumulate=1)
+
+    saving, groups = of("keep_every=4"), of("keep_every=4", "heads_at_once=1")
+    again = of("keep_every=4", "heads_at_once=1", "attention_again=1")
+    peaks = [
+        predict(step).peak - predict(step).gpu[peak_memory.PARAMETERS]
+        for step in (saving, groups, again)
+    ]
+    assert peaks[1] == peaks[2] < 30e3 * 524288 < peaks[0] / 2
+    # 8 inputs and 4 outputs, and a place for an input, instead of 8 and 32
+    hosts = [
+        predict(step).host[peak_memory.KEPT] / 8192 / 524288 for step in (saving, groups, again)
+    ]
+    assert hosts == pytest.approx([40, 41, 13], rel=0.02)
+    chip = hardware.chip("H100")
+    times = [step_time.seconds(step, chip) for step in (groups, again)]
+    attention = [time.parts["attention"] for time in times if time]
+    forward, backward = saving.attention.description.rates_on(
+        "hopper", saving.model.block(0).attention, saving.pass_of(1, 524288)
+    )
+    more = (2 / forward + 2.5 / backward) / (1 / forward + 2.5 / backward)
+    assert attention[1] / attention[0] == pytest.approx(more)
+
+
 def test_texts_with_pass_keys_longer_than_rows_count():
     def naive(*keys: str) -> Workload:
         base = ("model=124m", "model.vocab_size=50304", "attention=naive", "memory=fast")
@@ -102,7 +141,7 @@ def test_auto_takes_the_fastest_settings_that_fit():
 
     assert [decided(n).recompute for n in (16384, 131072, 786432)] == ["none", "block", "block"]
     least = decided(2**24)  # nothing fits: what takes least of the GPU, and no more host memory
-    assert (least.keep_every, least.mlp_tile, least.offload) == (8, 8192, 0)
+    assert (least.heads_at_once, least.mlp_tile, least.offload) == (1, 8192, 0)
     narrow = decided(786432, "memory.optimizer_state=bf16", "memory.mlp_tile=16384")
     assert (narrow.optimizer_state, narrow.mlp_tile) == ("bf16", 16384)
 
