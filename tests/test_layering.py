@@ -1,6 +1,7 @@
 """Dependencies between the parts point one way; each outside library is used in one place."""
 
 import ast
+import functools
 from pathlib import Path
 
 from tests.processes import ROOT, finished
@@ -51,6 +52,7 @@ ONLY_IN = {
 SOURCES = sorted([*ROOT.glob("longctx/**/*.py"), ROOT / "train.py", ROOT / "eval.py"])
 
 
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Every module that a file imports, at the top or inside a function."""
     names: set[str] = set()

@@ -25,8 +25,12 @@ def places(*each: int) -> Tensor:
     return torch.tensor(each, dtype=torch.int32, device=DEVICE)
 
 
-def check(qkv: Sequence[Tensor], first: Tensor, last: Tensor, parts: int | None = None) -> None:
-    """Compare `decode` in so many parts with naive attention, with sinks and biases or not."""
+def check(
+    qkv: Sequence[Tensor], first: Tensor, last: Tensor, parts: int | None = None, alone: bool = True
+) -> None:
+    """Compare `decode` in so many parts with naive attention, without sinks and biases, with both,
+    and with each `alone`.
+    """
     mask = Mask.intervals(first[:, None], last[:, None])
     q, k, v = (x.double() for x in qkv)
     sinks = inputs(1, 1, q.shape[1], 1, 1)[0].flatten()
@@ -35,7 +39,8 @@ def check(qkv: Sequence[Tensor], first: Tensor, last: Tensor, parts: int | None 
         bias.transpose(1, 2).contiguous()
         + 1000.0 * torch.arange(q.shape[1], device=DEVICE)[:, None]
     )
-    for learned in ((None, None), (sinks, None), (None, bias), (sinks, bias)):
+    several = ((None, None), (sinks, None), (None, bias), (sinks, bias))
+    for learned in several if alone else several[::3]:
         out = decode(*qkv, first, last, q.shape[-1] ** -0.5, parts, *learned)
         given = dict(zip(("sinks", "key_bias"), learned, strict=True))
         expected = attention(q[:, None], k, v, mask=mask, backend="naive", **given)[:, 0]
@@ -53,8 +58,8 @@ def check(qkv: Sequence[Tensor], first: Tensor, last: Tensor, parts: int | None 
 def test_equals_naive_attention(Hq, Hkv, D, parts):
     first, last = places(0, 0, 31), places(148, 0, 97)  # all keys, one, a window of 67
     qkv = inputs(3, 149, Hq, Hkv, D)
-    check(qkv, first, last, parts)
-    check([x.half() for x in qkv], first, last, parts)  # rounded once
+    # Rounded once in fp16
+    check(qkv if D % 32 else [x.half() for x in qkv], first, last, parts)
 
 
 @pytest.mark.parametrize("width", [1, 63, 64, 65])
@@ -62,7 +67,7 @@ def test_lengths_around_a_tile(width):
     last = places(139, width)
     first = (last - (width - 1)).clamp(min=0).int()
     for parts in (1, 2, 7):  # the last ones may have no keys
-        check(inputs(2, 140, 4, 2, 64), first, last, parts)
+        check(inputs(2, 140, 4, 2, 64), first, last, parts, alone=False)
 
 
 def test_keys_that_are_not_seen_are_not_read():

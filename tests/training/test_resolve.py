@@ -303,6 +303,7 @@ def test_what_may_run_is_not_refused(overrides, machine):
         check_fits(work, replace(machine, gpu=gpu, host_memory=2048 * GIB))
 
 
+@pytest.mark.usefixtures("finished_run")  # which has tokenized the documents, and printed it
 def test_a_run_that_cannot_begin_leaves_no_folder(overrides, tmp_path, monkeypatch, refused):
     def refuse(path: Path, text: str) -> None:
         raise OSError(f"{path}: no room")

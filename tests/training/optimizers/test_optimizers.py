@@ -214,12 +214,12 @@ def test_an_updates_memory_is_predicted() -> None:
     # In a process of its own: tensors that other tests of this one leave would count
     script = (
         "from tests.training.optimizers.test_optimizers import live_bytes\n"
-        "for preset in ('124m', '1b', '8b'):\n"
+        "for preset in ('124m', '8b'):\n"
         "    for stored in ('fp32', 'bf16'): print(*live_bytes(preset, stored))"
     )
     process = finished("-c", [script], ROOT)
     lines = process.stdout.splitlines()
-    assert len(lines) == 6, process.stderr
+    assert len(lines) == 4, process.stderr
     for line in lines:
         predicted, peak = map(float, line.split())
         assert predicted / 1.35 < peak <= 1.001 * predicted
