@@ -224,8 +224,7 @@ def rows_of(config: GenerateConfig) -> list[tuple[str, Any]]:
     """Return a row for each prompt, with its origin for messages; ValueError for a file without."""
     rows: list[tuple[str, Any]] = [("prompt", {"prompt": config.prompt or ""})]
     if config.prompts is not None:
-        file = Path(config.prompts)
-        with opened(file) as stream:
+        with opened(file := config.prompts) as stream:
             rows = [x[1:] for x in rows_of_lines(file.name, file, stream, DataConfig())]
         refuse((not rows, f"prompts={file}: no prompt in it"))
     for _, row in rows:

@@ -239,11 +239,9 @@ def _start(request: Request[Any], *names: str) -> int:
 
 
 def checked_jobs(arguments: Iterable[str]) -> list[list[str]]:
-    """Return the arguments of each job of a sweep, checked as far as that needs no torch.
-
-    The commit of a model of the Hub is asked for once, for all jobs.
-    """
+    """Return the arguments of each job of a sweep, checked as far as that needs no torch."""
     sweep_jobs = parse.jobs(arguments)
+    # The commit of a model of the Hub is asked for once, for all jobs
     for job in sweep_jobs:
         # A mistake in the last job is told before the first one trains
         config = compose("train", job).config
@@ -298,11 +296,11 @@ def _sample(function: str, request: Request[SampleConfig]) -> int:
 
 def _export(request: Request[options.ExportOptions]) -> None:
     config = request.config
-    file = run_folder.checkpoint_of(Path(config.run), "run")
+    file = run_folder.checkpoint_of(config.run, "run")
     plugins.check_checkpoint(file, config.plugins)
     with system.libraries():
         from longctx.hf.export import run
-    run(file, Path(config.out), config.dtype, config.shard_gb, config.adapter)
+    run(file, config.out, config.dtype, config.shard_gb, config.adapter)
 
 
 def _data(request: Request[options.DataOptions], training: list[str]) -> int:

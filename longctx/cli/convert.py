@@ -63,9 +63,10 @@ def _converted(name: str, value: Any, theirs: Mapping[str, Any]) -> Values:
     if name == "datasets":
         converted = _documents(value, theirs)
     elif name == "lora_alpha" and theirs.get("lora_r"):
-        converted = {"lora.scaling": value / theirs["lora_r"]}
+        alpha, rank = (fields.typed(x, theirs[x], fields.Key(type=float)) for x in (name, "lora_r"))
+        converted = {"lora.scaling": alpha / rank}
     elif name == "lora_target_modules":
-        names = [value] if isinstance(value, str) else value
+        names = fields.typed(name, value, fields.Key(type=list[str]))
         converted = {"lora.targets": list(dict.fromkeys(VALUES.get(x, x) for x in names))}
     elif name in TABLES["converted"]:
         converted = TABLES["converted"][name].get(fields.shown(value))

@@ -88,8 +88,8 @@ class ExportOptions(Group):
     adapter: of a run with LoRA: write its adapter alone, for peft; false: merge it into the weights
     """
 
-    run: str = key("", positional=True)
-    out: str = key("", "a new folder, or an empty one", positional=True)
+    run: Path = key(Path(), positional=True)
+    out: Path = key(Path(), "a new folder, or an empty one", positional=True)
     dtype: str | None = key(None, choices=("fp32", "bf16", "fp16"), needs="adapter=false")
     shard_gb: float = key(5.0, between=(1e-9, 1e9), needs="adapter=false")
     adapter: bool = key(False)

@@ -49,9 +49,8 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
         folder = run_folder.find(given["resume"])
         run_folder.check_resumable(folder, given.keys() - {"resume"})
         return from_file(folder / "config.yaml", given | {"resume": str(folder)})
-    for name in positional(schema):
-        if not given.get(name):
-            raise ValueError(f"{name.upper()} is missing: {keys(schema)[name].meaning}")
+    missing = [name for name in positional(schema) if not given.get(name)]
+    fields.refuse_first(f"{x.upper()} is missing: {keys(schema)[x].meaning}" for x in missing)
     if schema is EvalConfig and "data.path" in given:
         given.setdefault("data.source", "text")
     if "/" in (data := str(given.get("data.source"))):
@@ -189,8 +188,7 @@ def given_values(schema: type, arguments: Iterable[str]) -> dict[str, Any]:
         raise ValueError(f"{paths[0]}: one too many; give {needed}, and nothing else without =")
     if given.get("plugins") is not None:
         given["plugins"] = plugins.load(typed("plugins", given["plugins"], known["plugins"]))
-    if len(files) > 1:
-        raise ValueError(f"{files[1]}: {files[0]} is given too; give one file")
+    fields.refuse_first(f"{x}: {files[0]} is given too; give one file" for x in files[1:])
     for file in files:
         given = values_of_file(schema, Path(file), given) | given
     return given
@@ -286,12 +284,10 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
 
 
 def differing(schema: type, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return key → value for the `saved` keys that differ from their presets and the defaults.
-
-    The command line may choose another preset, which refuses the other keys. A model has all its
-    keys, since config.yaml does not record its preset.
-    """
+    """Return key → value for the `saved` keys that differ from their presets and the defaults."""
     values, chosen, names = run_folder.flat(saved), dict[str, Any](), dict[str, Any]()
+    # The command line may choose another preset, which refuses the other keys. A model has all its
+    # keys, since config.yaml does not record its preset.
     nested = {group for group in saved if isinstance(saved[group], dict)} - {"model"}
     for group, key in presets.GROUPS.items():
         if group in nested and values.get(key) in presets.names(group):

@@ -163,10 +163,8 @@ def check_overrides(config: EvalConfig, overrides: Mapping[str, str]) -> None:
 
 
 def default_lengths(limit: int) -> list[int]:
-    """Return powers of two, then `limit`; none for a limit under 16.
-
-    They begin at 1,024, or for a limit under 8,192 at an eighth of the largest power within it.
-    """
+    """Return powers of two, then `limit`; none for a limit under 16."""
+    # They begin at 1,024, or for a limit under 8,192 at an eighth of the largest power within it
     if limit < 16:
         return []
     shortest = 10 if limit >= 8192 else limit.bit_length() - 4
@@ -218,10 +216,10 @@ class GenerateConfig(SampleConfig):
     """
 
     prompt: str | None = key(None, "text to continue; null: a document's start", literal=True)
-    prompts: str | None = key(None, suffix=".jsonl")
+    prompts: Path | None = key(None, suffix=".jsonl")
     chat: bool = key(False, "the prompt is a message, for the model's chat template")
     batch_size: int = positive(8, "prompts at a time", limit=2**20)
-    out: str | None = key(None, "write prompts and texts to this .jsonl too", suffix=".jsonl")
+    out: Path | None = key(None, "write prompts and texts to this .jsonl too", suffix=".jsonl")
 
     def problems(self) -> Iterator[str]:
         """Yield a message for keys that contradict each other."""
@@ -231,7 +229,7 @@ class GenerateConfig(SampleConfig):
             return
         if self.prompt is not None:
             yield f"prompts={self.prompts}: prompt= is given too; leave one of them out"
-        if self.out is not None and Path(self.out).resolve() == Path(self.prompts).resolve():
+        if self.out is not None and self.out.resolve() == self.prompts.resolve():
             yield f"out={self.out}: the answers would replace the prompts; give another file"
-        if not Path(self.prompts).is_file():
+        if not self.prompts.is_file():
             yield f"prompts={self.prompts}: no such file"

@@ -256,7 +256,8 @@ def _converted(value: Any, target: Any, unit: int | None) -> Any:
     if target is bool and str(value).lower() in ("true", "false"):
         return str(value).lower() == "true"
     if target in (str, Path) and isinstance(value, str | int | float):
-        return target(shown(value))
+        # A shell leaves the ~ of key=~/x as it is
+        return shown(value) if target is str else Path(shown(value)).expanduser()
     if target is int and unit is not None and (match := COUNT.fullmatch(str(value))):
         value = float(match[1]) * unit ** ("kmb".index(match[2].lower()) + 1)
     # YAML takes 1e9, which has no point, for text; Python counts True as 1, and rounds 4.5 to 4

@@ -347,7 +347,7 @@ def measure_tasks(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
     print(f"tasks: chat_template={str(templated).lower()}")
     template = Template(model.folder) if templated else None
     harness = Harness(scorer, model.tokenizer, context, setup.batch_size, template)
-    folder = None if config.tasks_path is None else Path(config.tasks_path)
+    folder = None if config.tasks_path is None else Path(config.tasks_path).expanduser()
     limits = config.documents, config.fewshot
     content = evaluate_tasks(harness, config.tasks, model.folder, folder, *limits)
     about = {"context": context, "documents": config.documents, "chat_template": templated}

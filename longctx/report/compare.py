@@ -51,7 +51,7 @@ def compare(
     """Print the table of the runs and write their page, and the file with a row for each run.
 
     A folder that is no run is left out, and a note on stderr says so. Raises ValueError or OSError,
-    one line, if no run is left.
+    one line, if no run is left, or a path is missing.
     """
     found, notes = read_all(runs, price)
     if price is not None and not any("money" in run.figures for run in found):
@@ -74,6 +74,7 @@ def read_all(paths: Sequence[Path], price: float | None) -> tuple[list[RunRecord
     """Return the runs at `paths`, each once, and notes on them; raises the first problem if no run
     is left.
     """
+    fields.refuse_first(f"{path}: no such folder" for path in paths if not path.exists())
     unique: dict[Path, Path] = {}
     for path in paths:
         unique.setdefault(path.resolve(), path)
@@ -174,10 +175,8 @@ def incomparable(runs: list[RunRecord]) -> list[str]:
 
 
 def documents_of(run: RunRecord) -> dict[str, Any]:
-    """Return the keys that decide the documents of a run, their tokens, and their loss.
-
-    The hash of the run's tokenizer, if it has one, replaces the keys that tell its origin.
-    """
+    """Return the keys that decide the documents of a run, their tokens, and their loss."""
+    # The hash of the run's tokenizer, if it has one, replaces the keys that tell its origin
     config = run.config
     keys = {key for key in config if key.startswith(DECISIVE)} - {"data.cache", "objective.z_loss"}
     # KTO's baseline is a mean over a micro-batch on all devices, in a validation too
@@ -326,10 +325,8 @@ def line_of(points: Iterable[tuple[int, Any]]) -> Line:
 
 
 def curves(records: list[Record]) -> dict[str, Line]:
-    """Return the curve of every metric that the page draws and the records hold.
-
-    A record without a time, such as a validation, has the time of the one before it.
-    """
+    """Return the curve of every metric that the page draws and the records hold."""
+    # A record without a time, such as a validation, has the time of the one before it
     seconds = 0.0
     timed: list[Record] = []
     for record in records:

@@ -363,10 +363,11 @@ class LoraConfig:
 
     def check_model(self, model: GPTConfig) -> None:
         """Raise ValueError for a chosen target or a format that `model` cannot have."""
-        chosen = [] if self.rank is None or self.targets == list(LORA_TARGETS) else self.targets
-        for target in chosen:
-            if not model.lora_widths([target]):
-                raise ValueError(f"lora.targets={target}: the model has no such layer")
+        # A model need not have each of the usual targets
+        is_usual = self.targets == list(LORA_TARGETS)
+        for chosen in [self.targets] if is_usual else [[x] for x in self.targets]:
+            if self.rank is not None and not model.lora_widths(chosen):
+                raise ValueError(f"lora.targets={','.join(chosen)}: the model has no such layer")
         for _, columns in model.frozen_matrices if self.base is not None else []:
             if columns % NF4_BLOCK:
                 raise ValueError(

@@ -58,7 +58,10 @@ STRANGE = ["a/lr=1, (a) {b}", "runs/lr=2", "runs/lr=3", "runs/out=3"]
         (["lengths=512,1024", "kernels=hopper"], Options(lengths=(512, 1024), kernels=("hopper",))),
         (["lengths=[512,1024]"], Options(lengths=(512, 1024))),
         ([*STRANGE, "out=x.html"], CompareOptions([*map(Path, STRANGE)], Path("x.html"))),
-        (["dtype=bf16", "runs/a", "out/"], ExportOptions("runs/a", "out/", dtype="bf16")),
+        (
+            ["dtype=bf16", "runs/a", "out/"],
+            ExportOptions(Path("runs/a"), Path("out"), dtype="bf16"),
+        ),
     ],
 )
 def test_words_fill_the_options_of_a_command(words, expected):

@@ -10,8 +10,10 @@ import yaml
 from longctx import cli
 from longctx.cli import commands
 from longctx.cli.commands import checked_jobs
+from longctx.cli.options import CompareOptions, ExportOptions
 from longctx.config import presets
 from longctx.config.asked import workload_of
+from longctx.config.eval_config import GenerateConfig
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.runs import run_folder
@@ -59,6 +61,16 @@ def test_no_words_give_the_defaults_of_the_dataclass():
 def test_a_list_needs_no_brackets_outside_train(text):
     request = cli.compose("eval", ["runs/a", "ruler=true", f"ruler.tasks={text}"])
     assert request.config.ruler.tasks == ["vt", "cwe"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "file"),
+    [(CompareOptions, "x.html"), (ExportOptions, "x"), (GenerateConfig, "x.jsonl")],
+)
+def test_the_home_that_a_shell_leaves_is_filled_in(schema, file, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = cli.compose(schema, ["runs/a", f"out=~/{file}"]).config
+    assert config.out == Path("/home/me", file)
 
 
 VALUES = yaml.safe_load(Path(__file__).with_name("values.yaml").read_text())

@@ -67,6 +67,13 @@ def test_an_unreadable_data_set_is_one_line(config, options, message):
     check_refused(config(**options), message)
 
 
+def test_a_wrong_key_is_refused_before_the_hub_is_asked(config, monkeypatch):
+    monkeypatch.setattr(
+        huggingface_hub.HfApi, "dataset_info", lambda *_, **__: pytest.fail("asked")
+    )
+    check_refused(config(files=5), r"data\.files=5: ")
+
+
 def test_a_known_revision_needs_no_network(config, monkeypatch):
     online = load(config(), 16)
     offline = Mock(side_effect=socket.gaierror(-2, "Name or service not known"))

@@ -221,6 +221,13 @@ def test_learned_positions_end(kind, limit):
             config.check_length(257, "seq_len")
 
 
+def test_lora_without_a_layer_is_refused():
+    """GPT-2 has layers of a class of its own."""
+    with pytest.raises(ValueError, match=r"lora\.targets=.*no such layer"):
+        LoraConfig(rank=2).check_model(described(settings_of("gpt2")))
+    LoraConfig(rank=2).check_model(described(settings_of("gpt_neox")))
+
+
 @pytest.mark.parametrize("kind", ["deepseek_v3", "ernie4_5_moe"])
 def test_an_export_in_16_bits_rounds_no_correction(kind, tmp_path):
     reference(kind).save_pretrained(tmp_path / "in")

@@ -122,6 +122,8 @@ def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path):
         with pytest.raises((ValueError, OSError), match=re.escape(part)) as error:
             compare([path], tmp_path / out)
         assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="none: no such folder"):
+        compare([run, tmp_path / "none"], tmp_path / "x.html")
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -36,7 +36,7 @@ class Hub(Source):
     )
 
     def check(self, config: DataConfig) -> None:
-        paths = config.paths()
+        paths, _ = config.paths(), config.data_files()
         problem = f"data.path={config.path}: data=hub reads one data set by name, OWNER/NAME"
         is_here = len(paths) == 1 and os.path.exists(os.path.expanduser(paths[0]))
         refuse((len(paths) != 1 or is_here, f"{problem}; data=text reads what is here"))
