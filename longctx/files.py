@@ -114,10 +114,8 @@ def one_line(error: BaseException) -> str:
 
 
 def open_closed_streams() -> None:
-    """Open the standard streams that the caller has closed, as `>&-` does, on /dev/null.
-
-    Else the next file to be opened would get the number of such a stream, and what is printed.
-    """
+    """Open the standard streams that the caller has closed, as `>&-` does, on /dev/null."""
+    # Else the next file to be opened would get the number of such a stream, and what is printed
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+"))

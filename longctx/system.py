@@ -82,10 +82,8 @@ _current: StopSignal | None = None
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt if a signal has come inside `caught` that does not wait.
-
-    Python drops the exception of a handler if a callback runs, as in the import system.
-    """
+    """Raise KeyboardInterrupt if a signal has come inside `caught` that does not wait."""
+    # Python drops the exception of a handler if a callback runs, as in the import system
     if _current is not None and _current.number is not None and not _current.waits:
         raise KeyboardInterrupt
 
@@ -141,11 +139,9 @@ def exit_at_once(number: int, frame: FrameType | None) -> None:
 
 
 def let_segments_grow() -> None:
-    """Let torch's allocator of GPU memory extend a segment, unless the user has configured it.
-
-    With segments of fixed size, steps of 8 billion parameters that fitted a card ran out of memory
-    with a fifth of it in gaps (docs/cards.md). torch reads this at its first allocation.
-    """
+    """Let torch's allocator of GPU memory extend a segment, unless the user has configured it."""
+    # With segments of fixed size, steps of 8 billion parameters that fitted a card ran out of
+    # memory with a fifth of it in gaps (docs/cards.md). torch reads this at its first allocation.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 

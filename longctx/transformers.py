@@ -405,9 +405,8 @@ def version_of(package: str, absent: str) -> Version:
 def check(model: Any) -> None:
     """Raise ValueError unless documents in one sequence have the logits that each has alone with
     transformers' eager attention, and none sees another. Then they may be packed in this model.
-
-    Computes the first layers of a causal model. In fp32 the smallest mistake shows.
     """
+    # Computes the first layers of a causal model. In fp32 the smallest mistake shows.
     config = model.config.get_text_config()
     name, kind = str(config._attn_implementation), config.model_type
     refuse((name not in BACKENDS, f'attn_implementation={name}: give "{NAME}" to check it'))

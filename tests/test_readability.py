@@ -55,7 +55,7 @@ LIMITS = {
     "raise": 9.8,
     "long functions without comments": 0,
 }
-FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.5}
+FLOORS = {"letters of an identifier": 5.7, "comment lines": 3.5}
 
 
 RELATIVE = re.compile(r"\b(which|that|those|what|whose|where)\b", re.IGNORECASE)

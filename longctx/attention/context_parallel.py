@@ -87,10 +87,8 @@ class Shards:
         return x[:, rank * n : (rank + 1) * n]
 
     def gathered(self, x: Tensor) -> Tensor:
-        """Return (B, N, ...) of the parts x (B, n, ...) of all ranks.
-
-        Every rank must compute the same from it; then each knows the gradients of all.
-        """
+        """Return (B, N, ...) of the parts x (B, n, ...) of all ranks."""
+        # Every rank must compute the same from it; then each knows the gradients of all.
         if self.ranks.count == 1:
             return x
         whole: Tensor = _Gathered.apply(x, self)
@@ -131,10 +129,8 @@ class Shards:
 
 
 def dealt(mask: Mask, chunks: int, ranks: int) -> Tensor:
-    """Return (B or 1, chunks) int64: each rank's chunks, ascending, rank by rank.
-
-    Every rank gets about as many visible pairs. Nothing waits for the device.
-    """
+    """Return (B or 1, chunks) int64: each rank's chunks, ascending, rank by rank."""
+    # Every rank gets about as many visible pairs. Nothing waits for the device.
     assert mask.first is not None and mask.last is not None
     pairs = (mask.last - mask.first + 1).clamp(min=0).unflatten(1, (chunks, -1)).sum(2)
     # a draft in turns: every second round goes backwards

@@ -302,10 +302,8 @@ class Attention:
     def backward(
         self, do: Tensor, saved: tuple[Any, ...], mask: Mask, scores: Scores = PLAIN
     ) -> Gradients:
-        """Return the gradients for `do`, that of the `out` of an earlier call, from its `Saved`.
-
-        Without lse, or a backward of its own, a backend runs forward again.
-        """
+        """Return the gradients for `do`, that of the `out` of an earlier call, from its `Saved`."""
+        # Without lse, or a backward of its own, a backend runs forward again
         q, k, v, out, lse = saved
         traits = self.description
         has_backward = traits.has_backward and (scores.sinks is None or traits.fuses_sinks)
@@ -444,12 +442,10 @@ def _caller(backend: Backend, name: str) -> Attention:
 
 
 def _bound(mask: Mask, q: Tensor, keys: int, reuses: bool) -> Mask:
-    """Return `mask` bound to q (B, Tq, Hq, D) and so many keys.
-
-    Binding launches several small kernels, and callers of `attention()` with a causal or full mask
-    would pay for them in every call. Such masks depend on lengths alone, so the last ones are
-    reused, on the same stream: other streams do not wait for those kernels.
-    """
+    """Return `mask` bound to q (B, Tq, Hq, D) and so many keys."""
+    # Binding launches several small kernels, and callers of `attention()` with a causal or full
+    # mask would pay for them in every call. Such masks depend on lengths alone, so the last ones
+    # are reused, on the same stream: other streams do not wait for those kernels.
     # packed documents change with every batch, and are bound by the caller
     is_plain = mask.qfirst is None and mask.exchange is None and mask.kind in ("causal", "full")
     if not (reuses and is_plain and unobserved(q)):

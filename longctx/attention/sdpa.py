@@ -93,10 +93,8 @@ def beyond_flash_attention(request: AttentionRequest) -> str | None:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return x (B, T, H, D), or a copy if its 16-byte loads would not begin at multiples of 16.
-
-    Compiled code aligns its tensors by itself.
-    """
+    """Return x (B, T, H, D), or a copy if its 16-byte loads would not begin at multiples of 16."""
+    # Compiled code aligns its tensors by itself
     if torch.compiler.is_compiling():
         return x
     size, step = x.element_size(), x.stride()

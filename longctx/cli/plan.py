@@ -77,14 +77,12 @@ def plan(request: Request[PlanOptions], training: list[str]) -> None:
 
 
 def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
-    """Return `request` with the model of its init=, from config.json or config.yaml alone.
-
-    torch is imported only for a model that transformers computes.
-    """
+    """Return `request` with the model of its init=, from config.json or config.yaml alone."""
     config = request.config
     if config.init is None:
         return request
     # Every family, which --help does not need
+    # torch is imported only for a model that transformers computes
     from longctx.hf.families import asked_of, read_config
 
     brings = f"init={config.init} brings its own model; leave one out"

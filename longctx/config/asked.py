@@ -16,9 +16,8 @@ def workload_of(
 ) -> Workload:
     """Return the step of `config` on `device` ("cuda" or "cpu") with sequences of `seq_len` tokens,
     in the plainest division that it leaves open.
-
-    Nulls get their defaults; the memory policy stays as requested.
     """
+    # Nulls get their defaults; the memory policy stays as requested.
     model, memory, compiles = model or config.model, config.memory, config.compile.lower()
     step = Workload(
         device=device,

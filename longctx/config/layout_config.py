@@ -165,10 +165,8 @@ class ContextConfig:
         return fitting if self.method == "auto" else self.method
 
     def layouts(self, devices: int, heads: int, takes_intervals: bool) -> list[ContextConfig]:
-        """Return every possible degree and method on `devices` devices.
-
-        An impossible request is returned as it is, to be refused by name.
-        """
+        """Return every possible degree and method on `devices` devices."""
+        # An impossible request is returned as it is, to be refused by name
         degrees = [self.degree] if isinstance(self.degree, int) else divisors(devices)
         choices = [replace(self, degree=1)] if 1 in degrees else []
         choices += [

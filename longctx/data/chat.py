@@ -104,11 +104,9 @@ class _Tracker(Extension):
         return text
 
     def report_turns(self, tree: nodes.Node) -> None:
-        """Let every outermost loop in `tree` call `reach` for each message, and `leave` at its end.
-
-        A loop inside of another one looks at messages (gpt-oss searches the later ones); the
-        template writes the message of the outer loop.
-        """
+        """Let outermost loops in `tree` call `reach` for each message, and `leave` at their end."""
+        # A loop inside of another one looks at messages (gpt-oss searches the later ones); the
+        # template writes the message of the outer loop.
         for name, field in tree.iter_fields():
             if not isinstance(field, list):
                 continue
@@ -126,10 +124,8 @@ class _Tracker(Extension):
             setattr(tree, name, reported)
 
     def reach(self, loop: int, message: Any) -> None:
-        """Note that the text of `message` begins, if it is one of the messages.
-
-        Of several loops over it the last counts, since the first ones check or search.
-        """
+        """Note that the text of `message` begins, if it is one of the messages."""
+        # Of several loops over it the last counts, since the first ones check or search
         number = self.numbers.get(id(message))
         if number is not None:
             self.begun[number] = self.written
@@ -298,10 +294,9 @@ class Template:
     ) -> tuple[str, list[Span]]:
         """Return the prompt of `asked` messages as the model will be given it, then the text of the
         messages after it in `whole`, and the spans of the answers there, which are learned.
-
-        The prompt may differ from the same part of the whole: Mistral Nemo writes the system
-        message in prompts alone.
         """
+        # The prompt may differ from the same part of the whole: Mistral Nemo writes the system
+        # message in prompts alone.
         # The messages after the prompt keep their spans, moved by what the prompt has more or less.
         before = prompt.removesuffix(self._openings[0])
         later = [first for number, (first, _) in whole.turns.items() if number >= asked]
@@ -312,11 +307,9 @@ class Template:
         return before + whole.text[start:], spans
 
     def _keeps_turns(self, messages: Sequence[Message], tools: Any, whole: Rendered) -> bool:
-        """Return True if `whole` has every answer as the model is asked for it and writes it.
-
-        Compares the prompts of the first and the last answer, and each turn with the same turn
-        alone. A rendering for each prompt would take time that is quadratic in the turns.
-        """
+        """Return True if `whole` has every answer as the model is asked for it and writes it."""
+        # Compares the prompts of the first and the last answer, and each turn with the same turn
+        # alone. A rendering for each prompt would take time that is quadratic in the turns.
         answers = _numbers(messages, "assistant")
         # Mistral Nemo writes the system message before the last question only.
         for count in {answers[0], _asked(messages)} - {0}:

@@ -93,11 +93,9 @@ class Corpus:
             yield from shard.documents()
 
     def sample(self, characters: int, piece: int) -> list[str]:
-        """Return at most `characters` of all documents, in pieces of `piece` characters.
-
-        The pieces with the smallest hashes of name and position are drawn, so the same documents in
-        another order have the same sample. No more than it and a document are in memory.
-        """
+        """Return at most `characters` of all documents, in pieces of `piece` characters."""
+        # The pieces with the smallest hashes of name and position are drawn, so the same documents
+        # in another order have the same sample. No more than it and a document are in memory.
         drawn: list[tuple[int, str]] = []  # a heap; the largest hash first
         held, limit = 0, -(1 << 128)
         for document in self.documents():

@@ -99,10 +99,8 @@ def as_templates_expect(
 
 
 def _with_object(call: Any) -> Any:
-    """Return a tool call with its arguments as an object, as servers pass it to the template.
-
-    OpenAI writes them as JSON text. Most templates would quote that text a second time.
-    """
+    """Return a tool call with its arguments as an object, as servers pass it to the template."""
+    # OpenAI writes them as JSON text. Most templates would quote that text a second time.
     if not isinstance(call, dict):
         return call
     if "function" in call:

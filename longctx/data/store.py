@@ -114,10 +114,8 @@ class Store:
 
 
 def view(array: Any) -> np.ndarray:
-    """Return the values of an Arrow array of integers, read-only and not copied.
-
-    pyarrow's own `to_numpy` imports pandas, which takes 0.5 s.
-    """
+    """Return the values of an Arrow array of integers, read-only and not copied."""
+    # pyarrow's own `to_numpy` imports pandas, which takes 0.5 s
     dtype = np.dtype(str(array.type))
     if not len(array):
         return np.zeros(0, dtype)

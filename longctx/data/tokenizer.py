@@ -115,11 +115,9 @@ class Tokenizer:
         return whole, np.concatenate([np.zeros(len(self.begin), bool), marked, [True]])
 
     def encode_question(self, text: str) -> list[int]:
-        """Return the token ids of a rendered conversation that an answer is to follow.
-
-        They are those in front of an answer in training: of white space at the end, the first word
-        of an answer may take a part into its token, and GPT-2's splits the rest differently.
-        """
+        """Return the token ids of a rendered conversation that an answer is to follow."""
+        # They are those in front of an answer in training: of white space at the end, the first
+        # word of an answer may take a part into its token, and GPT-2's splits the rest differently.
         probe = "a" if text[-1:].isspace() else ""
         ids, _, ends = self._encode_rendered(text + probe)
         question: list[int] = ids[ends <= len(text)].tolist()
@@ -261,10 +259,9 @@ def overlapping(
 
 
 def segments(text: str, size: int) -> Iterator[str]:
-    """Split `text` into parts of at least `size` characters without changing its tokens.
-
-    Cuts lie between a letter or digit and a line break, which byte-level pre-tokenizers never join.
-    """
+    """Split `text` into parts of at least `size` characters without changing its tokens."""
+    # Cuts lie between a letter or digit and a line break, which byte-level pre-tokenizers never
+    # join
     first = 0
     while len(text) - first > size and (boundary := _BOUNDARY.search(text, first + size)):
         yield text[first : boundary.start() + 1]

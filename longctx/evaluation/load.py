@@ -59,10 +59,8 @@ class TrainedModel(NamedTuple):
 
     @property
     def home(self) -> Path:
-        """The folder that gets a folder of results: the run's, or one in the current folder.
-
-        A model's folder is not written into.
-        """
+        """The folder that gets a folder of results: the run's, or one in the current folder."""
+        # A model's folder is not written into
         if self.run:
             return self.folder
         # Models in other folders have the same name, and commits of one of the Hub

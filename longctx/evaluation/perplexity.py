@@ -136,10 +136,8 @@ class Perplexity:
 
     @property
     def standard_error(self) -> float:
-        """The error of the mean nats per token, over documents like these; nan for one window.
-
-        For a single document it is over other windows of it.
-        """
+        """The error of the mean nats per token, over documents like these; nan for one window."""
+        # For a single document it is over other windows of it
         scored = [(score.nats, score.tokens) for score in self.documents if score.tokens]
         return error_of_ratio(scored if len(scored) > 1 else self.windows)
 

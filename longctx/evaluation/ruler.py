@@ -92,10 +92,8 @@ class Texts:
 def fitting(
     makers: Sequence[Callable[[int], Encoded]], limit: int, smallest: int, largest: int
 ) -> Iterator[Encoded]:
-    """Yield a sample of each maker, of nearly the largest size with at most `limit` tokens.
-
-    The `smallest` fits, and tokens grow about evenly with the size.
-    """
+    """Yield a sample of each maker, of nearly the largest size with at most `limit` tokens."""
+    # The `smallest` fits, and tokens grow about evenly with the size
     base, size, per_unit = len(makers[0](smallest)[1]), 2 * smallest + 8, 1.0
     for _ in range(PROBES):
         size = max(smallest + 1, min(size, largest))
@@ -233,10 +231,8 @@ def numbered(words: Sequence[str]) -> str:
 
 
 def frequent_words(texts: Texts, length: int, size: int, rng: random.Random) -> Sample:
-    """Ask for the most frequent of `size` words; the n-th has a share of n^-2 / ζ(2).
-
-    The most frequent of all is "...", to be ignored.
-    """
+    """Ask for the most frequent of `size` words; the n-th has a share of n^-2 / ζ(2)."""
+    # The most frequent of all is "...", to be ignored
     number = max(4, (length - 50) // 50) - 1
     coded = different(lambda: "".join(rng.choices(string.ascii_lowercase, k=6)), number)
     mixed: list[str] = []
@@ -262,9 +258,7 @@ TASKS = {
 
 
 def score(answer: str, outputs: Sequence[str]) -> float:
-    """Return the share of `outputs` in the answer.
-
-    Capitals do not matter, and control characters are ends of lines, as in RULER.
-    """
+    """Return the share of `outputs` in the answer."""
+    # Capitals do not matter, and control characters are ends of lines, as in RULER
     answer = re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
     return sum(output.lower() in answer for output in outputs) / len(outputs)

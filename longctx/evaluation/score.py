@@ -199,10 +199,8 @@ class Scorer:
     def _generated(
         self, batch: Batch, generation: Generation, has_ended: HasEnded | None
     ) -> Tensor:
-        """Return (B, max_tokens) int64 new tokens; after the end of a sequence, an end token.
-
-        Ranks that share weights all compute the same number.
-        """
+        """Return (B, max_tokens) int64 new tokens; after the end of a sequence, an end token."""
+        # Ranks that share weights all compute the same number
         max_tokens, ends, length = generation
         assert batch.positions is not None and isinstance(self.model, GPT)
         counts = (batch.positions[:, 0] + 1).tolist()

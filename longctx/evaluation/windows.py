@@ -94,9 +94,8 @@ def batches(
 ) -> Iterator[list[list[Window]]]:
     """Yield batches of at most `sequences` sequences of at most `context` tokens; unless it `packs`
     windows, each has a sequence of its own.
-
-    Windows are read only a little ahead.
     """
+    # Windows are read only a little ahead
     together = max(AHEAD[0] * sequences, AHEAD[1]) * context
     waiting: list[Window] = []
     tokens = 0

@@ -156,10 +156,8 @@ def adapted_model(
 def run_adapter(
     model: Any, file: Path, config: dict[str, Any], added: Any, seq_len: int, out: Path
 ) -> None:
-    """Write the weights that LoRA trained, as peft reads them.
-
-    If positions are stretched, a config.json to open the base model with is written too.
-    """
+    """Write the weights that LoRA trained, as peft reads them."""
+    # If positions are stretched, a config.json to open the base model with is written too
     if added.rank is None:
         raise ValueError(f"adapter=true: {file} was trained without lora.rank; leave adapter out")
     init = str(config.get("init"))

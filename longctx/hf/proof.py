@@ -45,9 +45,8 @@ def prove(
 ) -> None:
     """Raise ValueError, one line, if logits are not those of transformers' own attention, or, with
     `packing`, documents of a sequence see one another.
-
-    In fp32 the smallest mistake shows; then `precision` must give about the same.
     """
+    # In fp32 the smallest mistake shows; then `precision` must give about the same.
     # A few layers of the same kinds show whatever all of them do
     small = small_of(config, seq_len)
     kind, dtype = small.settings["model_type"], dtype_of(precision)
@@ -88,10 +87,8 @@ def prove(
 
 
 def small_of(config: TransformersConfig, seq_len: int) -> TransformersConfig:
-    """Return the model of few layers and few words, with a window that documents are longer than.
-
-    A window that no sequence of `seq_len` leaves stays.
-    """
+    """Return the model with few layers and few words, and a window shorter than documents."""
+    # A window that no sequence of `seq_len` leaves stays
     settings = empty_model(config.settings).config
     refuse_broken_kernels(settings, seq_len)
     layers = min(layers_to_check(settings), config.layers)

@@ -152,10 +152,8 @@ def refuse_unless_covered(settings: Mapping[str, Any], whole: Any) -> None:
 
 
 def empty_model(settings: Mapping[str, Any], device: str = "meta", attention: str = NAME) -> Any:
-    """Return transformers' model of a config.json, without memory for its weights.
-
-    With attention "eager" it is as transformers has it: our changes are left out.
-    """
+    """Return transformers' model of a config.json, without memory for its weights."""
+    # With attention "eager" it is as transformers has it: our changes are left out.
     settings = without_code(settings)
     kind = str(settings.get("model_type"))
     if kind not in CONFIG_MAPPING:

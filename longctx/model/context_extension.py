@@ -80,11 +80,9 @@ def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfi
 
 
 def automatic(model: GPTConfig, seq_len: int) -> str:
-    """Return the name that rope=auto stands for.
-
-    It is keep if the model's own length holds `seq_len`, else the scaling of its weights. Weights
-    without scaling get YaRN, which needs the least training to adapt (arXiv 2309.00071).
-    """
+    """Return the name that rope=auto stands for."""
+    # keep if the model's own length holds `seq_len`, else the scaling of its weights. Weights
+    # without scaling get YaRN, which needs the least training to adapt (arXiv 2309.00071).
     assert model.context is not None
     kind = model.rope_scaling.get("rope_type", "default")
     if seq_len <= model.context or kind == "dynamic":

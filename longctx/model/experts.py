@@ -81,11 +81,10 @@ class Experts(nn.Module):
 
     @torch.compiler.disable
     def routed(self, x: Tensor, needs_value: bool) -> Tensor:
-        """Return the sum of the chosen experts, or 0 without `needs_value`.
-
-        Not compiled: the compiler would save the gathered rows and the weights' copies in 16 bits,
-        in a model of 16 experts 11% of the peak, and the balance before the layers that follow.
-        """
+        """Return the sum of the chosen experts, or 0 without `needs_value`."""
+        # Not compiled: the compiler would save the gathered rows and the weights' copies in 16
+        # bits, in a model of 16 experts 11% of the peak, and the balance before the layers that
+        # follow.
         shape, device = x.shape, x.device.type
         # Autocast casts the inputs of linear layers, and does not know our operator
         if torch.is_autocast_enabled(device):
@@ -101,10 +100,8 @@ class Experts(nn.Module):
         return y.view(shape)
 
     def chosen(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights of each token's experts, and the experts, of its logits (N, E).
-
-        In fp32, as in transformers; the logits have the dtype of the product.
-        """
+        """Return the weights of each token's experts, and the experts, of its logits (N, E)."""
+        # In fp32, as in transformers; the logits have the dtype of the product.
         wide = torch.promote_types(logits.dtype, torch.float32)
         if self.correction is None:
             total, chances = None, logits.softmax(-1, dtype=wide)
@@ -128,10 +125,8 @@ class Experts(nn.Module):
 
 
 def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Return the product of each row of x (M, I) with the matrix of its expert, (E, I, O).
-
-    A GPU multiplies 16 bits in one launch; otherwise there is a product for each expert.
-    """
+    """Return the product of each row of x (M, I) with the matrix of its expert, (E, I, O)."""
+    # A GPU multiplies 16 bits in one launch; otherwise there is a product for each expert.
     if x.is_cuda and x.itemsize == 2:
         return F.grouped_mm(x, matrices, offs=ends)
     return torch.cat([part @ w for part, w in zip(_by_expert(x, ends), matrices, strict=True)])
@@ -246,10 +241,8 @@ class _Experts(torch.autograd.Function):
 
 
 def _sums(rows: Tensor, expert: Tensor, w: Tensor, bias: Tensor) -> Tensor:
-    """Return the sums of `rows` (M, I) of each expert, times `w` (M, 1), as a gradient of `bias`.
-
-    As a product they are added up in a fixed order.
-    """
+    """Return the sums of `rows` (M, I) of each expert, times `w` (M, 1): a gradient of `bias`."""
+    # As a product they are added up in a fixed order
     count = bias.numel() // rows.shape[1]
     weighted = w * (expert[:, None] == torch.arange(count, device=rows.device))
     return (weighted.to(rows.dtype).t() @ rows).flatten().to(bias.dtype)

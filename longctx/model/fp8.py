@@ -55,10 +55,8 @@ def quantized(
     columns: bool = True,
     scale: Tensor | None = None,
 ) -> Quantized:
-    """Return the requested copies of x (R, C) in `dtype`, by x's own scale if none is given.
-
-    On a GPU one kernel of ours makes both.
-    """
+    """Return the requested copies of x (R, C) in `dtype`, by x's own scale if none is given."""
+    # On a GPU one kernel of ours makes both
     x = x.contiguous()
     if fused(x) or (x.is_cuda and HAS_TRITON):  # fp32 weights too
         return Quantized(*quantize.quantize(x, scale, dtype, rows, columns))

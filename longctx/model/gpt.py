@@ -107,12 +107,10 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.sinks)
 
     def compile_blocks(self) -> None:
-        """Compile every block in place with torch.compile; parameter names stay as they are.
-
-        All blocks share one compiled graph. If backward runs them again there are two, before and
-        after attention. A backend that torch.compile cannot trace splits it too. If torch would
-        stop compiling and go on without a word, it raises instead.
-        """
+        """Compile every block in place with torch.compile; parameter names stay as they are."""
+        # All blocks share one compiled graph. If backward runs them again there are two, before and
+        # after attention. A backend that torch.compile cannot trace splits it too. If torch would
+        # stop compiling and go on without a word, it raises instead.
         compile_cache.use()
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.fail_on_recompile_limit_hit = True

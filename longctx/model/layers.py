@@ -92,10 +92,8 @@ class StreamNorm(RMSNorm):
         return rms_norm.norm(x, self.factor, self.eps)
 
     def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the residual stream x (..., C) plus `branch`, if any, and the norm of the sum.
-
-        On a GPU both, and the sum of their gradients in backward, are one pass over memory.
-        """
+        """Return the residual stream x (..., C) plus `branch`, if any, and the norm of the sum."""
+        # On a GPU both, and the sum of their gradients in backward, are one pass over memory
         if not fused(x):
             x = x if branch is None else x + branch
             return x, super().forward(x)
@@ -244,10 +242,8 @@ class Block(nn.Module):
     def after(
         self, x: Tensor, out: Tensor, needs_value: bool = True, normed: Tensor | None = None
     ) -> Tensor:
-        """The block's output, from its input and attention's output (B, T, H, D).
-
-        A gate needs the `normed` input, made again if it is missing: no recomputation saves it.
-        """
+        """The block's output, from its input and attention's output (B, T, H, D)."""
+        # A gate needs the `normed` input, made again if it is missing: no recomputation saves it.
         if self.attention.gate is not None:
             out = self.attention.gated(out, self.attention_norm(x) if normed is None else normed)
         branch = self.attention_out_norm(self.attention.out(out.flatten(2)))

@@ -155,10 +155,8 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def _refuse_second_derivatives() -> None:
-    """Raise RuntimeError in a backward with create_graph=True: its result would be a constant.
-
-    once_differentiable refuses only if the loss's own gradient is differentiated too.
-    """
+    """Raise RuntimeError in a backward with create_graph=True: its result would be a constant."""
+    # once_differentiable refuses only if the loss's own gradient is differentiated too
     if torch.is_grad_enabled():
         raise RuntimeError(
             "this loss supports first derivatives only; for create_graph=True take "

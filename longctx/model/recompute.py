@@ -224,10 +224,8 @@ class _Block(torch.autograd.Function):
 
 
 def _block_backward(tape: _Tape, i: int, dy: Tensor, sums: _Sums) -> Tensor:
-    """dx of block i; its weights' gradients go into `sums`.
-
-    In tiles dx takes the memory of dy, which the block above made and nobody else reads.
-    """
+    """dx of block i; its weights' gradients go into `sums`."""
+    # In tiles dx takes the memory of dy, which the block above made and nobody else reads
     x, block = tape.input(i), tape.blocks[i]
     saved = tape.output(i, x)
     out, lse = saved["out"], saved.get("lse")

@@ -172,10 +172,8 @@ def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
 
 
 def _longrope(periods: Tensor, spec: parts.RopeSpec, length: int | None) -> tuple[Tensor, float]:
-    """Each frequency divided by a factor of its own, found by search.
-
-    One set of factors serves inputs up to the original length, another one longer inputs.
-    """
+    """Each frequency divided by a factor of its own, found by search."""
+    # One set of factors serves inputs up to the original length, another one longer inputs
     scaling, old = spec.scaling, spec.scaling[ORIGINAL]
     factor, attention_factor = scaling.get("factor"), scaling.get("attention_factor")
     assert spec.context is not None

@@ -100,11 +100,9 @@ def first_that_fits(
 
 
 def decide(workload: Workload, chip: Chip, host: float, merge: bool = False) -> Workload:
-    """Return `workload` with memory=auto decided: the fastest way that fits, else the smallest.
-
-    With `merge`, a step first gets as few micro-batches as fit with the fastest policy, since a GPU
-    waits for the host between small kernels.
-    """
+    """Return `workload` with memory=auto decided: the fastest way that fits, else the smallest."""
+    # With `merge`, a step first gets as few micro-batches as fit with the fastest policy, since a
+    # GPU waits for the host between small kernels
     for larger in merged(workload) if merge else [workload]:
         plainest = ways(larger)[0][0]  # nothing is faster
         if fits(plainest, room(chip), host):

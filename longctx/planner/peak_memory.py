@@ -251,10 +251,8 @@ class _Step:
         return (self.weights + sum(optimizer_state(self.workload))) / self.slices
 
     def gathered(self) -> float:
-        """Return the bytes that fsdp gathers.
-
-        Embedding and lm_head, some blocks, and the gradient of a block in fp32 while ranks sum it.
-        """
+        """Return the bytes that fsdp gathers."""
+        # Embedding and lm_head, some blocks, and the gradient of a block in fp32 while ranks sum it
         if not self.sharded:
             return 0.0
         outside = (1 if self.model.tied else 2) * self.V * self.C
@@ -306,20 +304,16 @@ class _Step:
         return float(bytes_each * self.V * tile_size(self.N, chunk))
 
     def loss(self) -> Terms:
-        """Return the last norm's input and output, logits of a chunk, and their gradients.
-
-        The input is in fp32 unless a kernel of ours takes it as it is.
-        """
+        """Return the last norm's input and output, logits of a chunk, and their gradients."""
+        # The input is in fp32 unless a kernel of ours takes it as it is
         weight = (self.copy + self.gradient) * self.V * self.C
         hidden = ((self.e if self.workload.uses_kernels else FP32) + 2 * self.e) * self.C * self.N
         slopes = 0 if self.model.multipliers.logit_softcap is None else FP32
         return {LOSS: weight + hidden + self.logits(self.e + slopes) + FP32 * self.N}
 
     def again(self, layer: int) -> float:
-        """Return the bytes brought or computed back before a block's backward.
-
-        They are discarded inputs and offloaded activations.
-        """
+        """Return the bytes brought or computed back before a block's backward."""
+        # Inputs that were discarded, and activations that were offloaded
         reads_host = self.through.in_groups and self.away  # tile by tile
         if self.memory.recompute != "block" or reads_host:
             return 0.0
@@ -382,10 +376,7 @@ def optimizer_state(workload: Workload) -> tuple[float, float]:
 
 
 def update_workspace(workload: Workload) -> float:
-    """Return the bytes of an update on the GPU, its resting state apart.
-
-    They hold state that comes from the host, and the matrices of Newton-Schulz.
-    """
+    """Return the bytes of an update on the GPU, its resting state apart."""
     model, orthogonalizes = workload.model, workload.optimizer.traits.orthogonalizes
     linears = [linear for block in workload.model.blocks for linear in block.linears.values()]
     largest = float(int(model.vocab_size or 0) * model.channels)
@@ -393,6 +384,7 @@ def update_workspace(workload: Workload) -> float:
         largest = workload.added / model.layers
     elif not orthogonalizes:
         largest = max(largest, *(linear.weights for linear in linears))
+    # Slices of state that comes from the host
     slices = 2.0 * FP32 * min(SLICE, largest) if workload.memory.optimizer_state == "host" else 0.0
     if not orthogonalizes:
         return slices

@@ -124,14 +124,13 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
 
 
 def update_seconds(workload: Workload, chip: Chip) -> float:
-    """Return the time of the optimizer's update.
-
-    Weights and state are read and written, gradients read twice, once for their norm; or the state
-    comes from the host and goes back. Newton-Schulz moves 36 bytes more, and multiplies in bf16.
-    """
+    """Return the time of the optimizer's update."""
     assert chip.flops is not None and chip.bandwidth is not None
     matrices, others = trained_weights(workload)
     on_gpu, on_host = optimizer_state(workload)
+    # Weights and state are read and written, gradients read twice, once for their norm; or the
+    # state comes from the host and goes back. Newton-Schulz moves 36 bytes more, and multiplies in
+    # bf16.
     moved = 16 * (matrices + others) + 2 * on_gpu
     moved += 36 * matrices if workload.optimizer.traits.orthogonalizes else 0
     moving = moved / workload.slices / (STREAM * chip.bandwidth)
@@ -148,13 +147,11 @@ def block_matrices(blocks: Iterable[BlockSpec]) -> Counter[tuple[int, int]]:
 
 
 def update_products(workload: Workload) -> list[tuple[int, float]]:
-    """Return the narrow side and FLOPs of Newton-Schulz for the matrices of each shape.
-
-    X Xᵀ and its product with X take 2 m² n each, its square 2 m³, for m <= n.
-    """
+    """Return the narrow side and FLOPs of Newton-Schulz for the matrices of each shape."""
     if not workload.optimizer.traits.orthogonalizes:
         return []
     times = getattr(workload.optimizer, "iterations", 5)
+    # X Xᵀ and its product with X take 2 m² n each, its square 2 m³, for m <= n
     shapes = [
         (*sorted(shape), count) for shape, count in block_matrices(workload.model.blocks).items()
     ]

@@ -69,10 +69,9 @@ def shards_of(stem: str, tensors: Mapping[str, Tensor]) -> list[CheckpointShard]
 def _shard(file: str, tensors: Mapping[str, Tensor]) -> CheckpointShard:
     """Lay out a file as the safetensors library does: the widest numbers first, so that all are
     aligned, then by name, and a header padded to 8 bytes.
-
-    The library (0.8) keeps no checksum. Its error for a full disk has no errno, but a full disk has
-    an exit code of its own here. Only their owner can read its files.
     """
+    # The library (0.8) keeps no checksum. Its error for a full disk has no errno, but a full disk
+    # has an exit code of its own here. Only their owner can read its files.
     header: dict[str, Any] = {}
     placed: dict[str, tuple[int, Tensor]] = {}
     end = 0

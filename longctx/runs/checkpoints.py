@@ -130,9 +130,8 @@ def check_states(
 ) -> None:
     """Raise ValueError unless the optimizer's state in the checkpoint at `path` is of the weights
     that it trains: `expected` has the shape and the names of the states of each (None: any).
-
-    A state is a count of steps, or a tensor of the shape of its weight.
     """
+    # A state is a count of steps, or a tensor of the shape of its weight
     problem = f"{path}: its optimizer state is not"
     (optimizer,) = checkpoint["optimizer_states"]
     state = optimizer["state"]
@@ -166,9 +165,8 @@ def tidy(folder: Path, step: int, keep: int, best_step: int = 0) -> list[Path]:
     """Point last.ckpt at the checkpoint after `step` and best.ckpt at the one after `best_step`, if
     it is there; hide all but these and the newest `keep`. Return the hidden ones and the leftovers
     of killed processes, to delete.
-
-    Only whole checkpoints up to `step` count, so none goes for a damaged or foreign one.
     """
+    # Only whole checkpoints up to `step` count, so none goes for a damaged or foreign one
     saved, best = (run_folder.checkpoint_path(folder, n) for n in (step, best_step))
     paths: list[Path] = []
     for path in run_folder.checkpoints(folder):

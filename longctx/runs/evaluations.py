@@ -30,10 +30,8 @@ def stem(*parts: object) -> str:
 
 
 def path_for(folder: Path, stem: str, keys: Content) -> Path:
-    """Return the JSON in `folder` for the answer to `keys`, the keys that decide the measurement.
-
-    It is the file of that stem, or a numbered one if another request has taken the name.
-    """
+    """Return the JSON in `folder` for the answer to `keys`, which decide the measurement."""
+    # The file of that stem, or a numbered one if another request has taken the name
     keys = json.loads(json.dumps(keys))
     path = folder / f"{stem}.json"
     number = 1
@@ -115,10 +113,9 @@ def ruler_rows(content: Content) -> tuple[list[int], dict[str, list[float]]]:
 def task_scores(results: dict[str, Any]) -> list[Content]:
     """Return the scores in `results` of lm-evaluation-harness, in their order: task, metric (with
     its filter, if there is one), value and standard error.
-
-    Its keys are "metric,filter" with a number, "metric_stderr,filter" with the standard error, and
-    others without a comma that are no scores.
     """
+    # Keys are "metric,filter" with a number, "metric_stderr,filter" with the standard error,
+    # and others without a comma that are no scores
     scores = []
     for task, values in results.items():
         for key, value in values.items():

@@ -204,11 +204,9 @@ def values(records: Iterable[Record], key: str) -> list[Any]:
 
 
 def figures(records: list[Record]) -> Record:
-    """Return one number for a whole run of each metric in its records.
-
-    The median leaves out the first value: that step compiles and warms up. The last loss of a
-    diverged run is nan.
-    """
+    """Return one number for a whole run of each metric in its records."""
+    # The median leaves out the first value: that step compiles and warms up. The last loss of a
+    # diverged run is nan.
     result: Record = {}
     held: set[str] = set().union(*records)
     for metric in METRICS:

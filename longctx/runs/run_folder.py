@@ -119,11 +119,9 @@ def texts_of(settings: dict[str, Any], lock: dict[str, Any] | None) -> dict[str,
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of `folder` for this process; ValueError if another one trains it.
-
-    It is a flock of the folder itself: the kernel releases it however the process ends, it leaves
-    no file behind, and `is_training` can see it without the right to write.
-    """
+    """Hold the lock of `folder` for this process; ValueError if another one trains it."""
+    # It is a flock of the folder itself: the kernel releases it however the process ends, it leaves
+    # no file behind, and `is_training` can see it without the right to write.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

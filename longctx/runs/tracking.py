@@ -147,9 +147,8 @@ def finish(copies: Sequence[Copy], exit_code: int) -> None:
 def log_evaluation(config: WandbConfig, folder: Path, content: dict[str, Any]) -> None:
     """Send an evaluation of the run in `folder` (its JSON) to wandb. Raises RuntimeError, one
     line, if it failed.
-
-    It is a run of its own, of job type eval and in the group of the run; its files are in eval/.
     """
+    # It is a run of its own, of job type eval and in the group of the run; its files are in eval/.
     about = {"config": vars(config), "run": folder.name, "content": content}
     copy = Copy("wandb", folder / "eval", about)
     finish([copy], 0)
@@ -204,10 +203,8 @@ def follow(request: dict[str, Any], commands: Commands) -> Iterator[Record]:
 
 
 def follow_stdin() -> Commands:
-    """Yield the commands in the file on stdin; {} after PAUSE seconds without a new one.
-
-    The parent appends to the file. After the parent's end comes {"finish": 1}.
-    """
+    """Yield the commands in the file on stdin; {} after PAUSE seconds without a new one."""
+    # The parent appends to the file. After the parent's end comes {"finish": 1}.
     position, parent = 0, 0
     while True:
         is_orphan = parent not in (0, os.getppid())

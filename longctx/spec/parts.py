@@ -292,12 +292,10 @@ class FeedForward(Part):
         return p.activation * inner * p.tokens + p.weight_copy * weights
 
     def backward(self, p: Pass) -> int:
-        """Return the bytes alive just after the gradients of gate and up were computed.
-
-        The gradient of their product is still there then, with LoRA on the down projection in two
-        tensors. Fused, the product itself is too, and the down projection has no gradient yet but
-        has given up its copy in 16 bits; else the other way round.
-        """
+        """Return the bytes alive just after the gradients of gate and up were computed."""
+        # The gradient of their product is still there then, with LoRA on the down projection in two
+        # tensors. Fused, the product itself is too, and the down projection has no gradient yet but
+        # has given up its copy in 16 bits; else the other way round.
         tensors = 4 if p.is_fused else 2 + ("down" in p.adapted)
         down = -p.weight_copy if p.is_fused else p.gradient
         inner = p.activation * tensors * self.inner * p.tokens

@@ -43,10 +43,8 @@ class DataDiffers(ValueError):
 
 
 def shared_data(run: Run, parallel: Parallel) -> Data:
-    """Open the data of `run`; raise DataDiffers, on every rank, unless all ranks see the same.
-
-    Each rank opens files of its own machine at a time of its own, so they may differ.
-    """
+    """Open the data of `run`; raise DataDiffers, on every rank, unless all ranks see the same."""
+    # Each rank opens files of its own machine at a time of its own, so they may differ
     data = run.data or load(run.config.data_as_read, run.workload.seq_len)
     first, *others = parallel.all_gather_objects(data.fingerprint)
     for rank, found in enumerate(others, start=1):
@@ -165,10 +163,9 @@ def read_ahead(
 ) -> Iterator[list[MicroBatch]]:
     """Return the micro-batches of each list of numbers in `order`, read by `workers` processes,
     which begin at once.
-
-    If a worker dies, torch raises an error that `lost_worker` knows: at once by SIGCHLD, else at
-    its look after 5 s. With a timeout of our own it would look only after that.
     """
+    # If a worker dies, torch raises an error that `lost_worker` knows: at once by SIGCHLD, else at
+    # its look after 5 s. With a timeout of our own it would look only after that.
     workload = run.workload
     collate = partial(
         collate_step,
@@ -194,11 +191,9 @@ def collate_step(
     windows: Windows,
     sequences: list[dict[str, Tensor]],
 ) -> bytes:
-    """Return the sequences of a step, all of one length, in micro-batches of `tokens` each.
-
-    A data worker sends bytes through a pipe. Tensors would go through files of /dev/shm (Docker
-    gives 64 MB) and through sockets of TMPDIR (its path may be too long).
-    """
+    """Return the sequences of a step, all of one length, in micro-batches of `tokens` each."""
+    # A data worker sends bytes through a pipe. Tensors would go through files of /dev/shm (Docker
+    # gives 64 MB) and through sockets of TMPDIR (its path may be too long).
     size = tokens // len(sequences[0]["tokens"])
     groups = (sequences[start : start + size] for start in range(0, len(sequences), size))
     return pickle.dumps([collate(group, windows) for group in groups])

@@ -139,13 +139,11 @@ def differences(ours: Result, theirs: Result, parallel: Parallel) -> dict[str, f
 
 
 def small(run: Run) -> Run:
-    """Return `run` with short sequences and few layers, and a learning rate of 0.
-
-    Everything stays that decides how ranks share a step: heads and their size, hidden size,
-    attention, memory policy, LoRA, the layout, the precision. fp8 becomes bf16: with one scale per
-    tensor, the rounding of every token depends on all others. Weights are random, so none are
-    packed. Objectives that read more than documents are checked with cross entropy.
-    """
+    """Return `run` with short sequences and few layers, and a learning rate of 0."""
+    # Everything stays that decides how ranks share a step: heads and their size, hidden size,
+    # attention, memory policy, LoRA, the layout, the precision. fp8 becomes bf16: with one scale
+    # per tensor, the rounding of every token depends on all others. Weights are random, so none are
+    # packed. Objectives that read more than documents are checked with cross entropy.
     workload, model = run.workload, run.workload.model
     length = min(workload.seq_len, LENGTH[workload.device])
     # The balance of experts counts padding, so training refuses it. Otherwise it needs a check too:

@@ -201,9 +201,7 @@ def capture(function: Callable[[], T], device: str, pool: Any) -> tuple[torch.cu
 
 
 def uncached(device: str) -> torch.autocast:
-    """Return autocast as it is, but without its cache: a graph would read the copy of another one.
-
-    torch.compile compiles again with it, so the step before the capture has it too.
-    """
+    """Return autocast as it is without its cache: a graph would read the copy of another one."""
+    # torch.compile compiles again with it, so the step before the capture has it too
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     return torch.autocast(device, dtype, enabled, cache_enabled=False)

@@ -178,10 +178,8 @@ def random_batches(run: Run, document: int | None) -> Iterator[list[MicroBatch]]
 def dry_run_in_child(
     run: Run, steps: int, document: int | None, validate: bool, seconds: float
 ) -> DryRun:
-    """Return the `dry_run` of a child process, which ends after `seconds`.
-
-    Whatever happens to it is `failed`, in one line.
-    """
+    """Return the `dry_run` of a child process, which ends after `seconds`."""
+    # Whatever happens to it is `failed`, in one line
     request = {"settings": run.settings(), "device": run.workload.device, "steps": steps}
     request |= {"document": document, "validate": validate}
     answer = in_child("longctx.training.dry_run", request, seconds)
@@ -258,9 +256,8 @@ def longest_probed(
 ) -> Workload:
     """Return the step at(tokens) with the most tokens per sequence for which `probe` of it fits;
     ValueError if none does.
-
-    Each probe tries the limit that the planner predicts, corrected by the memory of the last one.
     """
+    # Each probe tries the limit that the planner predicts, corrected by the memory of the last one
     # NCCL's buffers are outside of torch's allocator
     room = gpu.usable - (GIB if at(MULTIPLE).devices > 1 else 0)
     longest: Workload | None = None  # that a probe confirmed

@@ -26,10 +26,9 @@ BORDERS = (97, 98, 298, 333)  # of documents in them
 
 
 def of_workload(workload: Workload) -> Lock:
-    """Return the lock of the attention that `workload` uses.
-
-    Its kernels run once, forward and backward, on a small input. A run needs these kernels anyway.
-    """
+    """Return the lock of the attention that `workload` uses."""
+    # Its kernels run once, forward and backward, on a small input. A run needs these kernels
+    # anyway.
     chosen, device = workload.attention, torch.empty(0, device=workload.device).device
     backend, kernel = registered()[chosen.backend], "unknown before it runs"
     results: dict[str, str] = {}
@@ -46,10 +45,8 @@ def of_workload(workload: Workload) -> Lock:
 
 
 def fingerprint(workload: Workload, device: torch.device) -> dict[str, str]:
-    """Return sha256 of attention's reproducible results for fixed inputs.
-
-    Head size, dtype, group and length choose the kernel as they do in the run.
-    """
+    """Return sha256 of attention's reproducible results for fixed inputs."""
+    # Head size, dtype, group and length choose the kernel as they do in the run
     model, chosen, dtype = workload.model, workload.attention, dtype_of(workload.precision)
     group = model.heads // model.kv_heads
     like = torch.empty(0, 0, 0, model.head_size, dtype=dtype, device=device)

@@ -122,12 +122,10 @@ def default_steps(workload: Workload) -> int:
 
 
 def default_learning_rate(config: TrainConfig, model: GPTConfig) -> float:
-    """Return the default peak rate.
-
-    From random weights near GPT-3's table of sizes; for trained ones as in YaRN (arXiv 2309.00071);
-    ten times that for LoRA: its additions begin at zero (arXiv 2405.09673). Objectives may take a
-    share of it.
-    """
+    """Return the default peak rate."""
+    # From random weights near GPT-3's table of sizes; for trained ones as in YaRN (arXiv
+    # 2309.00071); ten times that for LoRA: its additions begin at zero (arXiv 2405.09673).
+    # Objectives may take a share of it.
     share = config.objective.traits.rate
     if config.lora.rank is not None:
         return share * 2e-4

@@ -42,11 +42,9 @@ class Stops:
         self.asked_at, self.asked_after, self.next_question = time.monotonic(), 0, 1
 
     def after(self, steps: int, waits_anyway: bool) -> bool:
-        """Return True, on every rank, if the run stops after these `steps` of this process.
-
-        Agreeing makes ranks wait for one another: they agree if the step `waits_anyway`, and
-        otherwise every AGREE_EVERY seconds.
-        """
+        """Return True, on every rank, if the run stops after these `steps` of this process."""
+        # Agreeing makes ranks wait for one another: they agree if the step `waits_anyway`, and
+        # otherwise every AGREE_EVERY seconds.
         if self.parallel.ranks == 1:
             return self.stop.number is not None
         if not waits_anyway and steps < self.next_question:

@@ -56,10 +56,8 @@ class LossByPosition:
 
 
 def error_of_ratio(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return the standard error of Σ nats / Σ tokens over independent pairs; nan for one pair.
-
-    Linearized (Cochran, Sampling Techniques, 1977, 6.4).
-    """
+    """Return the standard error of Σ nats / Σ tokens over independent pairs; nan for one pair."""
+    # Linearized (Cochran, Sampling Techniques, 1977, 6.4)
     count, total = len(pairs), math.fsum(tokens for _, tokens in pairs)
     if count < 2 or not total:
         return math.nan

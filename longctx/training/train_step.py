@@ -69,10 +69,8 @@ class TrainState:
         return {name: sharding.local(x) for name, x in tensors.items() if isinstance(x, Tensor)}
 
     def require_finite(self, step: int, parallel: Parallel) -> None:
-        """Raise FloatingPointError, on every rank, if a weight or moment of any rank is not finite.
-
-        Such a state is never saved, so no checkpoint before it is deleted.
-        """
+        """Raise FloatingPointError on each rank if a weight or moment of any rank is not finite."""
+        # Such a state is never saved, so no checkpoint before it is deleted
         names = parallel.all_gather_objects(checkpoints.not_finite(self.tensors()))
         if name := next(filter(None, names), None):
             raise FloatingPointError(

@@ -94,10 +94,8 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def scoring(module: nn.Module, parallel: Parallel) -> Iterator[None]:
-    """Compute without gradients inside, in eval mode and in the precision of the run.
-
-    Nothing is compiled: torch.compile would compile everything a second time.
-    """
+    """Compute without gradients inside, in eval mode and in the precision of the run."""
+    # Nothing is compiled: torch.compile would compile everything a second time.
     with (
         in_eval_mode(module),
         torch.no_grad(),

@@ -129,10 +129,8 @@ def check_files(config: DataConfig) -> None:
 
 
 def pinned(config: DataConfig) -> DataConfig:
-    """Return the configuration with absolute paths, and commits as revisions.
-
-    It means the same documents from every folder, and after every push to the Hub.
-    """
+    """Return the configuration with absolute paths, and commits as revisions."""
+    # It means the same documents from every folder, and after every push to the Hub
     own = replace(config, cache=absolute(config.cache), tokenizer=absolute(config.tokenizer))
     own.filter = config.filter if config.filter == "gzip" else absolute(config.filter)
     return SOURCES[own.source].pinned(own)
@@ -164,10 +162,8 @@ def read_documents(config: DataConfig) -> Iterator[Document]:
 
 
 def state_of(name: str, file: str | Path) -> tuple[str, int, int, int]:
-    """Return the name, size and times of a file, by which tokens are cached.
-
-    The time of the last change is of the file on this disk. A copy, or a file unpacked with the
-    modification time of another one, has its own.
-    """
+    """Return the name, size and times of a file, by which tokens are cached."""
+    # The time of the last change is of the file on this disk. A copy, or a file unpacked with the
+    # modification time of another one, has its own.
     status = os.stat(file)
     return name, status.st_size, status.st_mtime_ns, status.st_ctime_ns

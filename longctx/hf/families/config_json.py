@@ -145,10 +145,8 @@ class ConfigJson(dict[str, Any]):
     def refuse_uncovered(
         self, read: Collection[str], harmless: Collection[str], covered: dict[str, Any]
     ) -> None:
-        """Raise for the first key that is not among `read`, and is not known to change nothing.
-
-        `covered` adds to COVERED. A key that is null says nothing, so it is let through.
-        """
+        """Raise for the first key that is not among `read`, and is not known to change nothing."""
+        # `covered` adds to COVERED. A key that is null says nothing, so it is let through.
         covered = COVERED | covered
         for key, values in covered.items():
             if key not in read and key not in harmless:

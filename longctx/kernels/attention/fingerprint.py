@@ -35,10 +35,8 @@ def sha256(x: Tensor) -> str:
 
 
 def integers(shape: Sequence[int], seed: int, below: int) -> Tensor:
-    """Return integers 0 .. below-1 as fp32, the same on every machine and with every torch.
-
-    torch.randint does not promise that.
-    """
+    """Return integers 0 .. below-1 as fp32, the same on every machine and with every torch."""
+    # torch.randint does not promise that
     x = (torch.arange(math.prod(shape)) + seed * 0x9E3779B1) & 0xFFFFFFFF
     for _ in range(2):
         x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF

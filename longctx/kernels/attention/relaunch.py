@@ -110,11 +110,9 @@ def first_launch(
     constants: dict[str, Any],
     num_warps: int,
 ) -> Relaunch | None:
-    """Launch `kernel` in Triton's own way; returns how to do it again, or None if interpreted.
-
-    Its parameters are tensor maps, pointers, scalars and constants, in this order. The last of the
-    maps may be None.
-    """
+    """Launch `kernel` in Triton's own way; returns how to do it again, or None if interpreted."""
+    # Its parameters are tensor maps, pointers, scalars and constants, in this order. The last of
+    # the maps may be None.
     # Triton compiles, or finds the compiled kernel
     compiled = kernel[(programs,)](*maps, *pointers, *scalars, **constants, num_warps=num_warps)
     if compiled is None:

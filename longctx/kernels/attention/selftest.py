@@ -180,11 +180,9 @@ def _difference(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> str | None
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute on the CPU in one thread.
-
-    Small products wait longest for other threads: four heads take 0.2 s in one thread, and up to
-    1 s in more threads than cores.
-    """
+    """Compute on the CPU in one thread."""
+    # Small products wait longest for other threads: four heads take 0.2 s in one thread, and up to
+    # 1 s in more threads than cores.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -16,10 +16,8 @@ from torch.autograd.function import once_differentiable
 
 
 def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return dyᵀ x (O, I) of dy (..., O) and x (..., I), in `dtype`.
-
-    On a GPU fp32 sums of 16-bit inputs are never rounded.
-    """
+    """Return dyᵀ x (O, I) of dy (..., O) and x (..., I), in `dtype`."""
+    # On a GPU fp32 sums of 16-bit inputs are never rounded
     dy, x = dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1])
     if dy.is_cuda and dtype == torch.float32 and dy.dtype != dtype:
         return torch.mm(dy, x, out_dtype=dtype)

@@ -33,18 +33,16 @@ def updated(x, g, m, v, shrink, rate, root, beta1, beta2, eps):
 
 @triton.jit(do_not_specialize=["N"])
 def adamw_kernel(
-    p, grad, m, v, factor, rates,
+    p, grad, m, v, factor, rates,  # (N,) each; factor () and rates (3,) fp32
     N, beta1, beta2, eps,
     CLIPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update BLOCK elements of p, m and v (N,).
-
-    A whole block needs no mask, and is read 16 bytes at a time.
-    """
+    """Update BLOCK elements of p, m and v (N,)."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = start + tl.arange(0, BLOCK)
     # read on the device: a CUDA graph serves every step
     shrink, rate, root = tl.load(rates), tl.load(rates + 1), tl.load(rates + 2)
+    # A whole block needs no mask, and is read 16 bytes at a time
     # every block but the last is whole
     if start + BLOCK <= N:
         g = tl.load(grad + at).to(tl.float32)

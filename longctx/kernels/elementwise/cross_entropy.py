@@ -28,11 +28,11 @@ MULTIPLIED = 2048  # elements at a time
 
 @triton.jit
 def cross_entropy_kernel(
-    z,
-    target,
-    loss,
-    squares,
-    scale,
+    z,  # (n, V), rows stride_z apart
+    target,  # (n,) int64
+    loss,  # (n,) fp32
+    squares,  # (n,) fp32, or None
+    scale,  # () fp32, or None
     z_loss,
     stride_z,
     V,

@@ -65,14 +65,14 @@ def quantize_kernel(
 ):  # fmt: skip
     """Write a tile (BR, BC) of the copy `rows` (R, C) if ROWS, and of the transposed copy `columns`
     (C, padded) if COLUMNS. The scale is given if SCALED; one program writes it.
-
-    Each copy is rounded by itself, with a scale of its own to the compiler. If one rounding served
-    both, ptxas before 13 would store bytes before they are computed (triton-lang/triton#11111).
     """
     # one axis of programs: a grid's second has 65,535 at most, which 2 million rows exceed
     tile, tiles = tl.program_id(0), tl.cdiv(C, BC)
     r = (tile // tiles).to(tl.int64) * BR + tl.arange(0, BR)
     c = (tile % tiles) * BC + tl.arange(0, BC)
+    # Each copy is rounded by itself, with a scale of its own to the compiler. If one rounding
+    # served both, ptxas before 13 would store bytes before they are computed (triton-
+    # lang/triton#11111).
     unit = unit_of(amax, scale, LARGEST, SCALED)
     # all programs compute the same scale; one writes it
     if tile == 0:

@@ -25,7 +25,7 @@ from longctx.kernels.attention.launch import multiprocessors
 
 @triton.jit
 def rms_norm_kernel(
-    residual, branch, weight, x, y, r, N, C, eps,
+    residual, branch, weight, x, y, r, N, C, eps,  # (N, C); weight (C,), r (N,) fp32
     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS rows of y and r; with ADD also of x, which is the residual otherwise."""
@@ -48,7 +48,7 @@ def rms_norm_kernel(
 
 @triton.jit
 def rms_norm_backward_kernel(
-    dy, x, r, weight, dresidual, dx, dw, N, C,
+    dy, x, r, weight, dresidual, dx, dw, N, C,  # (N, C); r (N,), weight (C,), dw (programs, C)
     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute dx, and dw (programs, C) over this program's rows; with ADD dresidual counts."""
@@ -80,10 +80,8 @@ def launch_config(C: int) -> tuple[int, int, int, int]:
 
 
 def stages(block: int) -> int:
-    """Return the stages of backward's loop.
-
-    Rows of more than 8,192 numbers fit into the shared memory of some GPUs only once.
-    """
+    """Return the stages of backward's loop."""
+    # Rows of more than 8,192 numbers fit into the shared memory of some GPUs only once
     return 3 if block <= 8192 else 1
 
 

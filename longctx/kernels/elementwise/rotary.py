@@ -24,10 +24,8 @@ TILE = 1024  # channels of half heads that a program rotates
 
 @triton.jit
 def _program_tile(PARTS, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return a program's first head, its tokens n, heads h and channels c of a half.
-
-    Heads are counted over q's, then k's, then v's; a program has HEADS of one of them.
-    """
+    """Return a program's first head, its tokens n, heads h and channels c of a half."""
+    # Heads are counted over q's, then k's, then v's; a program has HEADS of one of them.
     # programs of the same tokens are neighbours: cos and sin stay in cache
     part, row = tl.program_id(0) % PARTS, tl.arange(0, TOKENS * HEADS)
     n = (tl.program_id(0) // PARTS).to(tl.int64) * TOKENS + row // HEADS
@@ -37,7 +35,7 @@ def _program_tile(PARTS, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def rope_kernel(
-    qkv, q, k, cos, sin, N, H, G,
+    qkv, q, k, cos, sin, N, H, G,  # (N, H + 2 G, D), (N, H, D), (N, G, D), (N, D/2) fp32
     HALF: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write q and k, rotated, of qkv."""
@@ -60,7 +58,7 @@ def rope_kernel(
 
 @triton.jit
 def rope_backward_kernel(
-    dq, dk, dv, dqkv, cos, sin, N, H, G,
+    dq, dk, dv, dqkv, cos, sin, N, H, G,  # shaped as q, k, v and qkv; cos, sin (N, D/2) fp32
     HALF: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write dqkv: dq and dk rotated back, and dv."""

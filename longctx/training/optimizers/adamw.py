@@ -175,10 +175,8 @@ class AdamW(torch.optim.AdamW):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load each moment into the memory and dtype in which it is stored.
-
-        Torch would first cast all of them to fp32 next to the weights; a full GPU has no room.
-        """
+        """Load each moment into the memory and dtype in which it is stored."""
+        # Torch would first cast all of them to fp32 next to the weights; a full GPU has no room.
         super().load_state_dict(state_dict | {"state": {}})
         weights = [p for group in self.param_groups for p in group["params"]]
         for number, values in state_dict["state"].items():

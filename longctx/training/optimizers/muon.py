@@ -160,11 +160,10 @@ def batches(matrices: Iterable[Matrix]) -> Iterator[list[Matrix]]:
 
 
 def orthogonalized(x: Tensor, iterations: int) -> Tensor:
-    """Return x (n, r, c), r <= c, with all singular values of each matrix near 1, in its dtype.
-
-    X = X / |X|, then X = a X + (b A + c A²) X with A = X Xᵀ: an odd polynomial of the singular
-    values, steep at 0. They end between about 0.7 and 1.2, not at 1, which serves as well (Jordan).
-    """
+    """Return x (n, r, c), r <= c, with all singular values of each matrix near 1, in its dtype."""
+    # X = X / |X|, then X = a X + (b A + c A²) X with A = X Xᵀ: an odd polynomial of the singular
+    # values, steep at 0. They end between about 0.7 and 1.2, not at 1, which serves as well
+    # (Jordan).
     a, b, c = COEFFICIENTS
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
     x = x / norm.clamp(min=EPS).to(x.dtype)
