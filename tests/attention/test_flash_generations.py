@@ -62,23 +62,14 @@ def test_rule(case, options, head_dim, dtype):
     assert kernels_run()["flash"] == f"triton-{options.get('kernel', 'hopper-ordered')}"
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", AMPERE_SIZES)
-@pytest.mark.parametrize("options", AMPERE, indirect=True)
-def test_softcap_is_that_of_naive(head_dim, options):
-    case = Case(2, 300, 300, Hq=4, Hkv=2, D=head_dim, mask="documents")
-    large = [3 * x for x in rule.inputs(case, BF16)]
-    rule.check(case, "flash", BF16, large, softcap=20.0, **options)
-
-
-SINKS = (
+CHANGED = (
     *(Case(2, 300, 300, Hq=4, Hkv=2, mask=mask) for mask in ("causal", "documents", "intervals")),
     *(Case(2, 1024, 1024, Hq=8, Hkv=1, window=window) for window in (None, 128)),
 )
 
 
 @pytest.mark.parametrize(("options", "head_dim", "dtype"), RULE, indirect=["options"], ids=str)
-@pytest.mark.parametrize("case", SINKS, ids=str)
+@pytest.mark.parametrize("case", CHANGED, ids=str)
 def test_rule_with_sinks(case, options, head_dim, dtype):
     """Sinks that take little, and nearly all; some queries see nothing else."""
     sinks = torch.linspace(-4.0, 12.0, case.Hq, device=DEVICE)
@@ -88,7 +79,7 @@ def test_rule_with_sinks(case, options, head_dim, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", AMPERE_SIZES)
 @pytest.mark.parametrize("options", AMPERE, indirect=True)
-@pytest.mark.parametrize("case", SINKS, ids=str)
+@pytest.mark.parametrize("case", CHANGED, ids=str)
 def test_rule_with_a_key_bias(case, options, head_dim):
     """Heads that forget at once, and hardly; some biases are larger than bf16 or fp32 resolve."""
     slopes = 2.0 ** torch.arange(1.0, 1.0 - 2 * case.Hq, -2.0, device=DEVICE)
@@ -97,6 +88,17 @@ def test_rule_with_a_key_bias(case, options, head_dim):
     for changed in ({}, {"sinks": sinks, "softcap": 20.0}):
         changed |= {"key_bias": bias.expand(case.B, -1, -1)}
         rule.check(replace(case, D=head_dim), "flash", BF16, **changed, **options)
+
+
+@pytest.mark.parametrize(("options", "head_dim", "dtype"), RULE, indirect=["options"], ids=str)
+@pytest.mark.parametrize("case", CHANGED, ids=str)
+@pytest.mark.parametrize("softcap", [3.0, 20.0, 1e6])
+def test_rule_with_a_softcap(softcap, case, options, head_dim, dtype):
+    """Scores of 9 and more: most are near the softcap, few are, none is."""
+    case = replace(case, D=head_dim)
+    large = [3 * x for x in rule.inputs(case, dtype)]
+    sinks = torch.linspace(-4.0, 3.0, case.Hq, device=DEVICE) if softcap == 20 else None
+    rule.check(case, "flash", dtype, large, softcap=softcap, sinks=sinks, **options)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longctx.attention import Attention, Backend, Mask, Scores, attention, check, flash
+from longctx.attention import Attention, Backend, Mask, Scores, attention, flash
 from longctx.attention.naive import visible
 from longctx.kernels.attention.key_bias import first_keys
 from tests.attention.rule import DEVICE, ON_GPU, Case, inputs
@@ -249,14 +249,3 @@ def test_sinks_train_only_with_a_differentiable_lse():
         expected = formula(q, k, v, Mask.causal(), sinks.detach())[0]
         torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
     assert "sinks" not in Backend.description.scores
-
-
-@pytest.mark.gpu
-@pytest.mark.hopper
-@pytest.mark.parametrize("options", [{}, {"kernel": "hopper"}])
-def test_hoppers_kernels_refuse_softcap(options):
-    q = torch.zeros(1, 4, 1, 64, device="cuda", dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"attention\.options\.kernel=portable"):
-        attention(q, q, q, softcap=30.0, **options)
-    attention(q, q, q, softcap=30.0, kernel="portable")
-    check("flash", device="cuda", dtype=q.dtype, head_dim=64)

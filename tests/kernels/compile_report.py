@@ -116,6 +116,7 @@ def attend(
     has_sinks=False,
     short=False,
     has_bias=False,
+    softcap=None,
     **options,
 ):
     """Launch a forward and a backward of causal attention."""
@@ -124,7 +125,7 @@ def attend(
     intervals = Intervals(mask.first, mask.last, mask.qfirst, mask.qlast, short)
     sinks = torch.zeros(heads) if has_sinks else None
     bias = torch.zeros(1, heads, tokens) if has_bias else None
-    scores = Scores(head_dim**-0.5, None, sinks, bias)
+    scores = Scores(head_dim**-0.5, softcap, sinks, bias)
     out, lse = forward(q, k, v, intervals, scores)
     backward(out, None, Saved(q, k, v, out, lse), intervals, scores, **options)
 
@@ -142,6 +143,7 @@ def of_hopper(compiler, *names):
         options = {"heads": 12 if "groups" in words else 3, "has_sinks": "sinks" in words}
         options["has_bias"] = "bias" in words
         options |= {word: word in words for word in ("ordered", "short")}
+        options["softcap"] = 30.0 if "softcap" in words else None
         attend(hopper_forward.forward, hopper_backward.backward, int(head_dim), **options)
 
 

@@ -25,6 +25,8 @@ FAST = ("backward 64", *(f"unpack {head_dim}" for head_dim in (64, 88, 128, 184,
 SLOW = (
     *("forward retry 64", "ordered backward of groups 64", "forward sinks 64", "forward sinks 128"),
     "forward short 64",
+    *("forward softcap 64", "forward softcap 128", "ordered backward softcap of groups 64"),
+    *(f"backward softcap {head_dim}" for head_dim in (96, 128, 192, 256)),
     *("backward 128", "backward of groups 128", "ordered backward 128"),
     *(f"forward {head_dim}" for head_dim in (64, 96, 128, 192, 256)),
     *(f"{order}backward {head_dim}" for order in ("", "ordered ") for head_dim in (96, 192, 256)),
@@ -74,7 +76,8 @@ def test_hopper_products_stay_asynchronous(kernels):
     assert len(reports) == len(kernels)
     warnings = {name: report["warnings"] for name, report in reports.items()}
     assert not any(warnings.values()), f"C7512: ptxas serializes the products: {warnings}"
-    few = {"ordered backward 192": 16, "forward sinks 128": 4}
+    few = {"ordered backward 192": 16, "forward sinks 128": 4, "forward softcap 128": 4}
+    few["backward softcap 192"] = 24
     check_fits(reports, 227, lambda name: max(few[x] if x in name else 0 for x in few))
 
 

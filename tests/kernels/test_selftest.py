@@ -35,8 +35,16 @@ def test_right_kernels_pass(implementation, part, dtype, head_dim, group, bucket
     # tiles on a CPU round out before its sink scales it, and again
     for has_sinks in (False, True) if dtype != torch.bfloat16 else (False,):
         for has_bias in (False, True):
-            shapes = head_dim, group, bucket, copies, has_sinks, False, has_bias
+            shapes = head_dim, group, bucket, copies, has_sinks, False, has_bias, has_sinks
             assert check(part, function, CPU, dtype, *shapes) is None
+
+
+def test_a_softcap_is_tested():
+    def broken(*args):
+        assert args[-1].softcap
+        return run("forward")(*args[:-1], args[-1]._replace(softcap=3.0))
+
+    assert check("forward", broken, CPU, torch.bfloat16, 64, has_softcap=True).startswith("out")
 
 
 @pytest.mark.parametrize(("part", "name"), [("forward", "out"), ("backward", "dsinks")])

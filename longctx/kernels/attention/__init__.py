@@ -136,7 +136,7 @@ _HOPPER = Implementation(
     generations=(9,),
     chosen_on=(9,),
     itemsizes=(2,),
-    scores=frozenset({"sinks"}),
+    scores=frozenset({"softcap", "sinks"}),
     is_ordered=False,
     sums_dq=True,
 )

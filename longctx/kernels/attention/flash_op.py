@@ -185,8 +185,8 @@ def trusted(
     """Return the kernels of a pass, "forward" or "backward", self-tested for tensors like q, k."""
     run: Callable[..., Any] = getattr(kernels(implementation, q.device), part)
     if _needs_trust(q, implementation):
-        has = scores.sinks is not None, short, scores.key_bias is not None
-        trust(part, implementation, q, k, run, *has)
+        sinks, bias, softcap = (x is not None for x in (*scores[2:], scores.softcap))
+        trust(part, implementation, q, k, run, sinks, short, bias, softcap)
     return run
 
 

@@ -78,12 +78,14 @@ from longctx.kernels.attention.hopper_order import (
     wait_keys,
 )
 from longctx.kernels.attention.hopper_primitives import (
+    HIDDEN_TANH,
     ROW_LAYOUT,
     addressable,
     at_index,
     bar_arrive,
     bar_sync,
     descriptor,
+    exponents,
     finished,
     mask_scores,
     part_buffers,
@@ -91,6 +93,7 @@ from longctx.kernels.attention.hopper_primitives import (
     register_order,
     reinterpret,
     shared_layout,
+    softcapped,
     split,
     start_scores,
     start_sum,
@@ -101,7 +104,6 @@ from longctx.kernels.attention.hopper_primitives import (
 )
 from longctx.kernels.attention.launch import multiprocessors
 from longctx.kernels.attention.portable import (
-    LOG2E,
     batch_stride,
     heads_in_l2,
     padded_rows,
@@ -275,7 +277,7 @@ def step(
     buffers, dss, dq_part,
     m0, output_empty, loaded,
     it, count, zero, x, more,
-    qfirst_j, qlast_j, last_first, first_last, scale_log2,
+    qfirst_j, qlast_j, last_first, first_last, scale_log2, cap,
     PARTS: gl.constexpr, BM: gl.constexpr, ONE_IF: gl.constexpr, PINGPONG: gl.constexpr,
     FIRST: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -303,18 +305,26 @@ def step(
         v_own = at_index(vs, 2 * (count % loaded.v_full.shape[0]) + C + (it & zero))
 
     # mask, if some query of the tile does not see all keys
+    HIDDEN: gl.constexpr = float("-inf") if cap is None else HIDDEN_TANH
+    if cap is not None:
+        s = softcapped(s, cap)
     if not ONE_IF or (m0 < last_first) | (m0 + BM - 1 > first_last):
-        s = mask_scores(s, m0, qfirst_j, qlast_j, m0 < last_first, m0 + BM - 1 > first_last)
+        s = mask_scores(s, m0, qfirst_j, qlast_j, m0 < last_first, m0 + BM - 1 > first_last, HIDDEN)
 
     # dp = v·doᵀ in flight, p = exp(s - lse)
     mbarrier.wait(loaded.do_full.index(now), (it >> 1) & 1)
     dp_async = start_scores(v_own, dos, now, zeros)
     p = gl.exp2(s * scale_log2 - lses.index(now).load(s_layout))
+    if cap is not None:
+        # before the branch below, across which s would take registers
+        p16 = gl.convert_layout(p.to(dtype), p_layout)
+        p *= 1.0 - s * s
     if not FIRST:
         signal_writer(x > 1, C)
 
     # dv += p·do, ds = p (dp - delta), dk += ds·q
-    p16 = gl.convert_layout(p.to(dtype), p_layout)
+    if cap is None:
+        p16 = gl.convert_layout(p.to(dtype), p_layout)
     dv_async = start_sum(p16, dos, now, dv)
     dp = warpgroup_mma_wait(PARTS, deps=(dp_async,))
     ds = (p * (dp - deltas.index(now).load(s_layout))).to(dtype)
@@ -354,7 +364,7 @@ def step(
 def consumer(
     buffers, dss, dq_part, stages,
     loaded, output_empty, queue,
-    schedule, scale, scale_log2, zero,
+    schedule, scale, scale_log2, cap, zero,
     GROUP: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -410,7 +420,7 @@ def consumer(
                 buffers, dss, dq_part,
                 m0, output_empty, loaded,
                 it, count, zero, 0, steps > 1,
-                qfirst_j, qlast_j, last_first, first_last, scale_log2,
+                qfirst_j, qlast_j, last_first, first_last, scale_log2, cap,
                 PARTS, BM, ONE_IF, PINGPONG, True, C,
             )  # fmt: skip
             it += 1
@@ -422,7 +432,7 @@ def consumer(
                     buffers, dss, dq_part,
                     m0, output_empty, loaded,
                     it, count, zero, x, x + 1 < steps,
-                    qfirst_j, qlast_j, last_first, first_last, scale_log2,
+                    qfirst_j, qlast_j, last_first, first_last, scale_log2, cap,
                     PARTS, BM, ONE_IF, PINGPONG, False, C,
                 )  # fmt: skip
                 it += 1
@@ -472,7 +482,7 @@ def backward_kernel(
     lse2, delta,
     q, k, v, do, dk, dv, dq,
     q1, k1, v1, do1, dk1, dv1, dq1,
-    semaphores, counter, qfirst, qlast, stride_ib, scale, scale_log2,
+    semaphores, counter, qfirst, qlast, stride_ib, scale, scale_log2, cap,
     Tq, Tk, Hq, tiles, heads, l2_heads, zero,
     q_shared: gl.constexpr, k_shared: gl.constexpr, v_shared: gl.constexpr,
     ds_shared: gl.constexpr, row_shared: gl.constexpr,
@@ -530,7 +540,7 @@ def backward_kernel(
         (consumer, (
             buffers, dss, dq_part[c], stages,
             loaded, output_empty.index(c), queue,
-            schedule, scale, scale_log2, zero,
+            schedule, scale, scale_log2, cap, zero,
             GROUP, D, PARTS, BM, BN, ORDERED, DIRECTIONS, c,
         )) if c < 2 else (producer, (
             (q, q1)[:PARTS], (k, k1)[:PARTS], (v, v1)[:PARTS], (do, do1)[:PARTS], lse2, delta,
@@ -647,8 +657,7 @@ def backward(
     ordered: bool = False,
 ) -> Gradients:
     """Return dq, dk, dv, contiguous, and dsinks; `ordered`: all have the same bits every time."""
-    assert scores.softcap is None
-    scale, sinks = scores.scale, scores.sinks
+    scale, softcap, sinks, _ = scores
     q, k, v, out, lse = saved
     device = q.get_device()
     if device != torch.cuda.current_device():
@@ -663,7 +672,8 @@ def backward(
     key = (
         *(q.shape, k.shape, v.shape),
         *(q.stride(), k.stride(), v.stride(), do.stride(), out.stride()),
-        *(q.dtype, k.dtype, v.dtype, do.dtype, device, scale, ordered, dlse is None, sinks is None),
+        *(q.dtype, k.dtype, v.dtype, do.dtype, device, scale, softcap, ordered),
+        *(dlse is None, sinks is None),
         *(intervals.first.stride(), intervals.qfirst.shape, intervals.qfirst.stride()),
         *[at % 16 for at in ends],
         *(out_at % 16, *[at % 16 for at in others_at]),
@@ -713,7 +723,7 @@ def _first_backward(
     if any(x is not y for x, y in zip(addressed, (q, k, v, do), strict=True)):
         q, k, v, do = addressed
         return backward(do, dlse, Saved(q, k, v, out, lse), intervals, scores, ordered)
-    scale, sinks = scores.scale, scores.sinks
+    sinks = scores.sinks
     B, Tq, Hq, D = q.shape
     size = hopper_size(D)
     # larger heads have a kernel without a choice of tiles
@@ -733,9 +743,9 @@ def _first_backward(
     # delta, then dk, dv and the sums, then dq
     before = preprocess_into(lse2, delta, buffer[after:], do, dlse, out, lse, sinks)
     tensors = Mapped(q, k, v, do, dk, dv, lse2, delta, sums)
-    main = _first_launch(tensors, count, intervals, scale, size, ordered)
+    main = _first_launch(tensors, count, intervals, scores, size, ordered)
     constants = dict(D=D, PAD=size, BM=BM)
-    given = (sums, dq), (scale, Tq, Hq), constants
+    given = (sums, dq), (scores.scale, Tq, Hq), constants
     unpack = first_launch(unpack_kernel, dq_tiles, (), *given, num_warps=8)
     assert before is not None and unpack is not None, "Gluon has no interpreter"
     parts = 2 if size == 96 else 1
@@ -772,7 +782,7 @@ class Mapped(NamedTuple):
 
 
 def _first_launch(
-    x: Mapped, count: int, intervals: Intervals, scale: float, size: int, ordered: bool
+    x: Mapped, count: int, intervals: Intervals, scores: Scores, size: int, ordered: bool
 ) -> Relaunch:
     """Launch the kernel that is one pass over the keys; returns how to launch it again.
 
@@ -796,7 +806,7 @@ def _first_launch(
     # short walks wait for HBM: their q, do and fp32 sums of dq stay in L2, those of longer need not
     l2_heads = heads_in_l2(x.q, B * Hkv, 1, 4 * group if Tk < LONG else 2)
     scalars: tuple[int | float, ...] = (
-        *(batch_stride(intervals.qfirst), scale, scale * LOG2E.value),
+        *(batch_stride(intervals.qfirst), scores.scale, *exponents(scores)),
         *(Tq, Tk, Hq, tiles, B * Hkv, l2_heads, 0),
     )
     programs = min(tiles * B * Hkv, multiprocessors(x.q.device))

@@ -57,6 +57,7 @@ from longctx.kernels.attention.hopper_order import (
     wait_keys,
 )
 from longctx.kernels.attention.hopper_primitives import (
+    HIDDEN_TANH,
     bar_arrive,
     bar_sync,
     mask_scores,
@@ -64,6 +65,7 @@ from longctx.kernels.attention.hopper_primitives import (
     pop,
     register_order,
     reinterpret,
+    softcapped,
     store_part,
     tma_add,
     zero_product,
@@ -79,6 +81,7 @@ OWN = gl.constexpr(8)  # 8 + consumer: its warps have written p or ds
 DQ_FULL = gl.constexpr(10)  # 10 + consumer: its part of dq is written
 WALKED = gl.constexpr(12)  # k and v have been read
 # 13 and 14: Q_DO_EMPTY
+DS_EMPTY = gl.constexpr(15)  # capped: consumer 1 has used ds
 
 
 @gluon.jit
@@ -152,20 +155,25 @@ def send_dq(dq, dq_part, empty, phase, always, C: gl.constexpr):
 @gluon.jit
 def store_p(
     s, lse, p,
-    n0, m0, first, last, row, Tq, before, after, scale_log2,
+    n0, m0, first, last, row, Tq, before, after, scale_log2, cap, slopes,
 ):  # fmt: skip
-    """p = exp(s - lse), of a piece of the keys, from n0 on.
+    """p = exp(s - lse), of a piece of the keys, from n0 on; capped, `slopes` are p (1 - tanh²).
 
     `before`, `after`: some query may not see the first keys of the tile, or the last ones.
     """
     layout: gl.constexpr = s.type.layout
+    HIDDEN: gl.constexpr = float("-inf") if cap is None else HIDDEN_TANH
+    if cap is not None:
+        s = softcapped(s, cap)
     if before | after:
         i = m0 + gl.arange(0, N, layout=gl.SliceLayout(1, layout))
         # queries past the end see no key
         first_i = gl.load(first + row + i, mask=i < Tq, other=2147483647)
         last_i = gl.load(last + row + i, mask=i < Tq, other=-1)
-        s = mask_scores(s, n0, first_i, last_i, before, after)
+        s = mask_scores(s, n0, first_i, last_i, before, after, HIDDEN)
     x = gl.exp2(s * scale_log2 - lse.permute((1, 0)).load(layout))
+    if cap is not None:
+        slopes.store((x * (1.0 - s * s)).to(p.dtype))
     p.store(x.to(p.dtype))
 
 
@@ -183,19 +191,23 @@ def store_ds(dp, delta, p, ds):
 def scores_step(
     s, dv,
     ks, qs, dos, lses, pss, dss, dq_part,
-    first, last, row, m0, n0, Tq, keys_before, keys_after, scale_log2,
+    first, last, row, m0, n0, Tq, keys_before, keys_after, scale_log2, cap,
     q_full, do_full, dq_empty,
-    it, zero, more,
+    it, zero, x, more,
     shared: gl.constexpr,
 ):  # fmt: skip
     """Take one tile of queries in consumer 0, from its s: return the next tile's s, and dv."""
     now, after = it & 1, (it + 1) & 1
     slot = it & zero  # 0, the only one; the compiler does not know it
     # p = exp(s - lse)
+    if cap is not None:  # noqa: SIM102, the first is known when compiling
+        if x > 0:
+            bar_sync(DS_EMPTY, 256)
     for i in gl.static_range(2):
         store_p(
             s[i], lses.index(now), pss[i].index(slot),
-            n0 + i * N, m0, first, last, row, Tq, keys_before, keys_after, scale_log2,
+            n0 + i * N, m0, first, last, row, Tq, keys_before, keys_after, scale_log2, cap,
+            dss[i].index(slot),
         )  # fmt: skip
     fence_async_shared()
     bar_arrive(P_FULL, 256)
@@ -230,7 +242,7 @@ def gradient_step(
     dp, dk,
     ks, vs, qs, dos, deltas, pss, dss, dq_part,
     q_full, do_full, dq_empty,
-    it, zero, more,
+    it, zero, more, cap,
     shared: gl.constexpr,
 ):  # fmt: skip
     """Take one tile of queries in consumer 1, from its dp: return the next tile's dp, and dk."""
@@ -238,8 +250,9 @@ def gradient_step(
     slot = it & zero  # 0, the only one; the compiler does not know it
     # ds = p (dp - delta)
     bar_sync(P_FULL, 256)
-    p0 = pss[0].index(slot).load(dp[0].type.layout)
-    p1 = pss[1].index(slot).load(dp[1].type.layout)
+    ps = pss if cap is None else dss
+    p0 = ps[0].index(slot).load(dp[0].type.layout)
+    p1 = ps[1].index(slot).load(dp[1].type.layout)
     ds0 = store_ds(dp[0], deltas.index(now), p0, dss[0].index(slot))
     ds1 = store_ds(dp[1], deltas.index(now), p1, dss[1].index(slot))
     fence_async_shared()
@@ -259,6 +272,9 @@ def gradient_step(
     s4, s5 = start_sum(dk, 2, transposed(qs, 2, now), dss, slot)
     dk = warpgroup_mma_wait(0, deps=(s0, s1, s2, s3, s4, s5))
     bar_arrive(Q_DO_EMPTY + now, 288)
+    if cap is not None:  # noqa: SIM102
+        if more:
+            bar_arrive(DS_EMPTY, 256)
 
     # dp of the next tile
     mbarrier.wait(do_full.index(after), ((it + 1) >> 1) & 1, pred=more)
@@ -320,7 +336,7 @@ def consumer(
     out_map,
     buffers, pss, dss, dq_part,
     loaded, dq_empty, queue,
-    first, last, stride_first, schedule, scale, scale_log2, zero,
+    first, last, stride_first, schedule, scale, scale_log2, cap, zero,
     shared: gl.constexpr, GROUP: gl.constexpr,
     ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -361,9 +377,9 @@ def consumer(
                         s, out,
                         ks, qs, dos, lses, pss, dss, dq_part,
                         first, last, b * stride_first, m0, n0, Tq,
-                        m0 + N - 1 > first_last, m0 < last_first, scale_log2,
+                        m0 + N - 1 > first_last, m0 < last_first, scale_log2, cap,
                         q_full, do_full, dq_empty,
-                        it, zero, x + 1 < n * GROUP,
+                        it, zero, x, x + 1 < n * GROUP,
                         shared,
                     )  # fmt: skip
                 else:
@@ -371,7 +387,7 @@ def consumer(
                         s, out,
                         ks, vs, qs, dos, deltas, pss, dss, dq_part,
                         q_full, do_full, dq_empty,
-                        it, zero, x + 1 < n * GROUP,
+                        it, zero, x + 1 < n * GROUP, cap,
                         shared,
                     )  # fmt: skip
                 it += 1
@@ -393,7 +409,7 @@ def backward_192_kernel(
     lse2, delta,
     q, k, v, do, dk, dv, dq,
     semaphores, counter,
-    first, last, qfirst, qlast, stride_first, stride_ib, scale, scale_log2,
+    first, last, qfirst, qlast, stride_first, stride_ib, scale, scale_log2, cap,
     Tq, Tk, Hq, tiles, heads, l2_heads, zero,
     shared: gl.constexpr, ds_shared: gl.constexpr, row_shared: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
@@ -430,7 +446,7 @@ def backward_192_kernel(
             (dv, dk)[c],
             buffers, pss, dss, dq_part[c],
             loaded, dq_empty.index(c), queue,
-            first, last, stride_first, schedule, scale, scale_log2, zero,
+            first, last, stride_first, schedule, scale, scale_log2, cap, zero,
             shared, GROUP, ORDERED, DIRECTIONS, c,
         )) if c < 2 else (writer, (
             dq, dq_part[c - 2], dq_empty.index(c - 2), queue,

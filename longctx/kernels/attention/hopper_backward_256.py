@@ -48,12 +48,14 @@ from longctx.kernels.attention.hopper_order import (
     wait_keys,
 )
 from longctx.kernels.attention.hopper_primitives import (
+    HIDDEN_TANH,
     at_index,
     bar_arrive,
     bar_sync,
     mask_scores,
     part_buffers,
     pop,
+    softcapped,
     start_scores,
     store_part,
     zero_product,
@@ -128,7 +130,7 @@ def scores_step(
     ks, qs, dos, lses, pss, dss,
     m0, q_full, do_full,
     it, zero, more,
-    qfirst_j, qlast_j, last_first, first_last, scale_log2,
+    qfirst_j, qlast_j, last_first, first_last, scale_log2, cap,
     ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Take one tile of queries in consumer 0, from its s: return the next tile's s, and dk, dv.
@@ -143,10 +145,15 @@ def scores_step(
     k_own = ks[0].index(it & zero)
 
     # p = exp(s - lse)
+    HIDDEN: gl.constexpr = float("-inf") if cap is None else HIDDEN_TANH
+    if cap is not None:
+        s = softcapped(s, cap)
     if (m0 < last_first) | (m0 + N - 1 > first_last):
-        s = mask_scores(s, m0, qfirst_j, qlast_j, m0 < last_first, m0 + N - 1 > first_last)
+        s = mask_scores(s, m0, qfirst_j, qlast_j, m0 < last_first, m0 + N - 1 > first_last, HIDDEN)
     p = gl.exp2(s * scale_log2 - lses.index(now).load(layout))
     pss.index(now).store(p.to(dtype))
+    if cap is not None:
+        dss.index(now).store((p * (1.0 - s * s)).to(dtype))
     fence_async_shared()
     bar_arrive(P_FULL, 256)
     bar_sync(OWN, 128)
@@ -180,7 +187,7 @@ def gradient_step(
     sums, semaphore, wait, before,
     ks, vs, qs, dos, deltas, pss, dss,
     q_full, do_full,
-    it, zero, more,
+    it, zero, more, cap,
     ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Take one tile of queries in consumer 1, from its dp: return the next dp, and dk, dv."""
@@ -193,7 +200,8 @@ def gradient_step(
     # dv += p·do, ds = p (dp - delta)
     bar_sync(P_FULL, 256)
     dv_async = warpgroup_mma(pss.index(now), dos[1].index(now), dv, is_async=True)
-    p = pss.index(now).load(layout).to(gl.float32)
+    ps = pss if cap is None else dss
+    p = ps.index(now).load(layout).to(gl.float32)
     dss.index(now).store((p * (dp - deltas.index(now).load(layout))).to(dtype))
     fence_async_shared()
     bar_arrive(DS_FULL, 256)
@@ -224,7 +232,7 @@ def consumer(
     sums, dk_map, dv_map,
     buffers, pss, dss,
     loaded, queue,
-    semaphores, schedule, scale, scale_log2, zero,
+    semaphores, schedule, scale, scale_log2, cap, zero,
     GROUP: gl.constexpr, D: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
@@ -279,7 +287,7 @@ def consumer(
                         ks, qs, dos, lses, pss, dss,
                         m * N, q_full, do_full,
                         it, zero, x + 1 < n * GROUP,
-                        qfirst_j, qlast_j, last_first, first_last, scale_log2,
+                        qfirst_j, qlast_j, last_first, first_last, scale_log2, cap,
                         ORDERED,
                     )  # fmt: skip
                 else:
@@ -290,7 +298,7 @@ def consumer(
                         wait, before,
                         ks, vs, qs, dos, deltas, pss, dss,
                         q_full, do_full,
-                        it, zero, x + 1 < n * GROUP,
+                        it, zero, x + 1 < n * GROUP, cap,
                         ORDERED,
                     )  # fmt: skip
                 it += 1
@@ -325,7 +333,7 @@ def consumer(
 def backward_256_kernel(
     lse2, delta,
     q, k, v, do, dk, dv,
-    sums, semaphores, counter, qfirst, qlast, stride_ib, scale, scale_log2,
+    sums, semaphores, counter, qfirst, qlast, stride_ib, scale, scale_log2, cap,
     Tq, Tk, Hq, tiles, heads, l2_heads, zero,
     shared: gl.constexpr, ds_shared: gl.constexpr, row_shared: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
@@ -357,7 +365,7 @@ def backward_256_kernel(
             sums, dk, dv,
             buffers, pss, dss,
             loaded, queue,
-            semaphores, schedule, scale, scale_log2, zero,
+            semaphores, schedule, scale, scale_log2, cap, zero,
             GROUP, D, ORDERED, DIRECTIONS, c,
         )) if c < 2 else (producer, (
             (q, q), (k, k), (v, v), (do, do), lse2, delta,

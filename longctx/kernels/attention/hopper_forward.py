@@ -68,6 +68,7 @@ from longctx.kernels.attention.hopper_primitives import (
     bar_arrive,
     bar_sync,
     descriptor,
+    exponents,
     finished,
     load_parts,
     mask_scores,
@@ -76,6 +77,7 @@ from longctx.kernels.attention.hopper_primitives import (
     push,
     rounding_error,
     shared_layout,
+    softcapped,
     split,
     start_scores,
     start_sum,
@@ -86,7 +88,6 @@ from longctx.kernels.attention.hopper_primitives import (
 from longctx.kernels.attention.launch import multiprocessors
 from longctx.kernels.attention.portable import (
     LN2,
-    LOG2E,
     batch_stride,
     heads_in_l2,
     masked_tile,
@@ -291,7 +292,7 @@ def scaled(acc, factor):
 def attend(
     q, p16, m, l, r, plain, acc,
     ks, vs, k_full, v_full,
-    it, pending, more, masked, n0, first_i, last_i, scale_log2,
+    it, pending, more, masked, n0, first_i, last_i, scale_log2, cap,
     BN: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
     FIXED_MAX: gl.constexpr, C: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
@@ -323,6 +324,8 @@ def attend(
     # softmax, while p·v is in flight
     s = warpgroup_mma_wait(PARTS, deps=(s_async,))
     bar_arrive(K_EMPTY + now, 128 * CONSUMERS + 32)
+    if cap is not None:
+        s = softcapped(s, cap)
     if FIXED_MAX:
         p = gl.exp2(s * scale_log2 - m[:, None])
         plain = row_sums(p, ROWS, BN)
@@ -370,7 +373,7 @@ def release_unseen(
 def consumer(
     out, lse,
     buffers, outs, loaded, queue, sink_slots,
-    retry, first, last, stride_ib, scale_log2,
+    retry, first, last, stride_ib, scale_log2, cap,
     Tq, Hq, tiles, heads, l2_heads,
     PARTS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
@@ -444,6 +447,8 @@ def consumer(
                 bar_arrive(TURN + (C + 1) % CONSUMERS, 256)
             s = warpgroup_mma_wait(0, deps=(s_async,))
             bar_arrive(K_EMPTY + begin % STAGES, 128 * CONSUMERS + 32)
+            if cap is not None:
+                s = softcapped(s, cap)
             n0 = gl.where(masked > 0, masked_tile(passed, lo, full_lo, full_hi), full_lo) * BN
             p, m, _ = softmax(s, m, scale_log2, True, n0, first_i, last_i)
             l = row_sums(p, ROWS, BN)
@@ -469,7 +474,8 @@ def consumer(
                         q_own, p16, m, l, r, plain, acc,
                         ks, vs, k_full, v_full,
                         it + x, pending if UNEVEN else it + x - 1, x + 1 < n,
-                        MASKED_LOOP or FIXED_MAX or x < masked, n0, first_i, last_i, scale_log2,
+                        MASKED_LOOP or FIXED_MAX or x < masked, n0,
+                        first_i, last_i, scale_log2, cap,
                         BN, STAGES, PINGPONG, OVERLAP, False, C, CONSUMERS, PARTS,
                     )  # fmt: skip
                     pending = it + x
@@ -488,7 +494,7 @@ def consumer(
                         q_own, p16, m, l, r, plain, acc,
                         ks, vs, k_full, v_full,
                         it + x, pending if UNEVEN else it + x - 1, x + 1 < n,
-                        False, 0, first_i, last_i, scale_log2,
+                        False, 0, first_i, last_i, scale_log2, cap,
                         BN, STAGES, PINGPONG, OVERLAP, FIXED_MAX, C, CONSUMERS, PARTS,
                     )  # fmt: skip
                     pending = it + x
@@ -548,7 +554,7 @@ def consumer(
 @gluon.jit(do_not_specialize=["Tq", "Hq", "tiles", "heads", "l2_heads"])
 def forward_kernel(
     q, k, v, out, q1, k1, v1, out1,
-    lse, counter, retry, first, last, sinks, stride_ib, scale_log2,
+    lse, counter, retry, first, last, sinks, stride_ib, scale_log2, cap,
     Tq, Hq, tiles, heads, l2_heads,
     shared: gl.constexpr, shared_kv: gl.constexpr, shared1: gl.constexpr, shared1_kv: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, BN: gl.constexpr,
@@ -597,7 +603,7 @@ def forward_kernel(
         (consumer, (
             (out, out1)[:PARTS], lse,
             buffers, outs, loaded, queue, sink_slots,
-            retry, first, last, stride_ib, scale_log2,
+            retry, first, last, stride_ib, scale_log2, cap,
             Tq, Hq, tiles, heads, l2_heads,
             PARTS, BN, STAGES, CONSUMERS,
             PINGPONG, OVERLAP, MASKED_LOOP, OUT_IN_Q, FIXED_MAX, SINKS, c,
@@ -655,8 +661,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """Return out like q, contiguous, and lse (B, Hq, Tq) float32."""
-    assert scores.softcap is None
-    scale, sinks = scores.scale, scores.sinks
+    scale, softcap, sinks, _ = scores
     device = q.get_device()
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
@@ -667,7 +672,7 @@ def forward(
     # everything that the choice of a compiled kernel depends on
     key = (
         *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
-        *(q.dtype, k.dtype, v.dtype, device, scale),
+        *(q.dtype, k.dtype, v.dtype, device, scale, softcap),
         *(first.shape, first.stride(), ends[0] % 16, ends[1] % 16, sinks is None, sinks_at % 16),
         intervals.short,
     )
@@ -712,7 +717,7 @@ def _first_forward(
     maps += [descriptor(x, n, rest, dtype) if rest else None for x, n in boxes]
     # arguments after maps and pointers
     scalars = (
-        *(batch_stride(intervals.first), scores.scale * LOG2E.value),
+        *(batch_stride(intervals.first), *exponents(scores)),
         *(Tq, Hq, tiles, B * Hq, heads_in_l2(k, B * Hq, group)),
     )
     programs = min(tiles * B * Hq, multiprocessors(q.device))

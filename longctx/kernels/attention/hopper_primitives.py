@@ -23,6 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from longctx.kernels.attention import Scores
+from longctx.kernels.attention.portable import LOG2E
+
 
 @builtin
 def _reduce_add(desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
@@ -199,6 +202,57 @@ def rounding_error(p16, plain, limit):
     return gl.convert_layout(error, plain.type.layout)
 
 
+# For |x| < 0.75 tanh(x) is a sum of TANH[k] · x^(2k + 1), to 2^-16 of itself
+TANH = (1.0, -0.33286116, 0.12802248, -0.03606343)
+HALF = 0.375
+# of a hidden key in place of -inf: its square is finite, and p = 0 takes the slope 1 - tanh²
+HIDDEN_TANH = gl.constexpr(-(2.0**63))
+
+
+@gluon.constexpr_function
+def _softcapped(N):
+    """Return PTX of `softcapped` for N numbers of a thread: N results, then N of x / HALF."""
+    last, *others = (f"{c * HALF ** (2 * k + 1):.9e}" for k, c in reversed([*enumerate(TANH)]))
+    lines = [".reg .pred any; .reg .b32 bits; .reg .f32 y; mov.b32 bits, 0;"]
+    lines += [f"or.b32 bits, bits, ${N + i};" for i in range(N)]
+    lines += [  # a bit that says of x / HALF that it is not below 2
+        "and.b32 bits, bits, 0x40000000; setp.ne.b32 any, bits, 0;",
+        "vote.sync.any.pred any, any, 0xffffffff;",
+        "@any bra.uni LARGE;",
+    ]
+    for i in range(N):
+        lines += [f"mul.f32 y, ${N + i}, ${N + i}; mov.f32 ${i}, {last};"]
+        lines += [f"fma.rn.f32 ${i}, ${i}, y, {c};" for c in others]
+        lines += [f"mul.f32 ${i}, ${i}, ${N + i};"]
+    lines += ["bra.uni DONE;", "LARGE:"]
+    for i in range(N):  # 1 - 2 / (1 + exp(2 x))
+        lines += [
+            f"mul.f32 y, ${N + i}, {2 * HALF * LOG2E.value:.9e}; ex2.approx.ftz.f32 y, y;",
+            "add.f32 y, y, 1.0; rcp.approx.ftz.f32 y, y;",
+            f"fma.rn.f32 ${i}, y, -2.0, 1.0;",
+        ]
+    return "\n".join(["{", *lines, "DONE:", "}"])
+
+
+@gluon.constexpr_function
+def _unary(N):
+    return ",".join(["=&f"] * N + ["f"] * N)
+
+
+@gluon.jit
+def softcapped(s, cap):
+    """Return tanh(HALF · cap · s), s a matrix product.
+
+    Of heads of 64 channels an exponential takes as long as a score's products. So a warp whose
+    numbers all are below 0.75 takes a polynomial, others an exponential and a reciprocal, to 2^-22
+    of 1. It decides by a branch, as in `rounding_error`.
+    """
+    N: gl.constexpr = s.shape[0] * s.shape[1] // 128
+    return gl.inline_asm_elementwise(
+        _softcapped(N), _unary(N), [s * cap], dtype=gl.float32, is_pure=True, pack=N
+    )
+
+
 @gluon.jit
 def part_buffers(
     dtype: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr,
@@ -302,8 +356,8 @@ def finished(xs, OUTSTANDING: gl.constexpr):
 
 
 @gluon.jit
-def mask_scores(s, start, first, last, before, after):
-    """Return s with -inf in column start + c of row r if that is outside first[r] .. last[r].
+def mask_scores(s, start, first, last, before, after, HIDDEN: gl.constexpr = float("-inf")):
+    """Return s with HIDDEN in column start + c of row r if that is outside first[r] .. last[r].
 
     `before` and `after` say whether there may be such columns. A column is 8·e + 2·l + w for the
     thread l of a row's four: e and w are constants in every register, and cost nothing.
@@ -320,11 +374,19 @@ def mask_scores(s, start, first, last, before, after):
     column = start + 2 * l[None, None, :, None]
     if before:
         first_c = gl.convert_layout(first, rows)[:, None, None, None] - column
-        parts = gl.where(c >= first_c, parts, float("-inf"))
+        parts = gl.where(c >= first_c, parts, HIDDEN)
     if after:
         last_c = gl.convert_layout(last, rows)[:, None, None, None] - column
-        parts = gl.where(c <= last_c, parts, float("-inf"))
+        parts = gl.where(c <= last_c, parts, HIDDEN)
     return gl.convert_layout(parts.reshape([s.shape[0], s.shape[1]]), s.type.layout)
+
+
+def exponents(scores: Scores) -> tuple[float, float | None]:
+    """Return the factor of (capped) products in the exponent of 2, and `cap` of `softcapped`."""
+    assert scores.scale is not None
+    if scores.softcap is None:
+        return scores.scale * LOG2E.value, None
+    return scores.softcap * LOG2E.value, scores.scale / scores.softcap / HALF
 
 
 def split(size: int) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from longctx.kernels.attention import IMPLEMENTATIONS, Intervals, Saved, Scores,
 from longctx.kernels.attention.fingerprint import compilers, gpu_name, integers
 
 SCALE = math.log(2)  # exp(SCALE · s) = 2^s
+SOFTCAP = 2.0**20  # so large that it changes no score in fp32
 LSE2 = 2.0  # of the backward, in base 2
 QUERIES = 799
 AHEAD = 58  # more keys than queries
@@ -81,6 +82,7 @@ def trust(
     has_sinks: bool = False,
     short: bool = False,
     has_bias: bool = False,
+    has_softcap: bool = False,
 ) -> None:
     """Test `run`, the "forward" or "backward" of `implementation`, for tensors like q and k.
 
@@ -94,7 +96,7 @@ def trust(
         bucket = launch.longest_bucket(
             (name for name, its in launch.PORTABLE.items() if its == part), q, k.shape[1]
         )
-    shapes, variant = (q.shape[3], group, bucket), (has_sinks, short, has_bias)
+    shapes, variant = (q.shape[3], group, bucket), (has_sinks, short, has_bias, has_softcap)
     key = (part, implementation, q.device, q.dtype, *shapes, *variant)
     if key in _trusted or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
@@ -121,6 +123,7 @@ def check(
     has_sinks: bool = False,
     short: bool = False,
     has_bias: bool = False,
+    has_softcap: bool = False,
 ) -> str | None:
     """Return the first mistake of `run`, the `part` of some `Kernels`, or None."""
     with _making, torch.device("cpu"), one_thread():  # whatever the default device is
@@ -136,7 +139,7 @@ def check(
     intervals = Intervals(first, last, qfirst, qlast, short)
     sinks = None if x.sinks is None else x.sinks.to(device)
     bias = None if x.key_bias is None else x.key_bias.to(device).expand(copies, -1, -1)
-    scores = Scores(SCALE, None, sinks, bias)
+    scores = Scores(SCALE, SOFTCAP if has_softcap else None, sinks, bias)
     if part == "forward":
         output = run(q, k, v, intervals, scores)
         results = zip(("out", "lse"), output, (x.out, x.lse), strict=True)

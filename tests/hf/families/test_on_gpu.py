@@ -65,8 +65,6 @@ def test_bf16_is_as_near_as_naive(kind, way, tmp_path):
     numbers = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)).cuda()
     mask = Mask.documents(numbers[None])
 
-    options = {} if config.softcap is None else {"kernel": "portable"}
-
     def model_of(attention: AttentionConfig, memory: str) -> Any:
         with torch.device("meta"):
             model = build(config, attention, memory)
@@ -75,7 +73,7 @@ def test_bf16_is_as_near_as_naive(kind, way, tmp_path):
         model.init_weights()
         return model.train()
 
-    naive, flash = AttentionConfig("naive"), AttentionConfig("flash", options)
+    naive, flash = AttentionConfig("naive"), AttentionConfig("flash")
     exact = gradients(model_of(naive, "fast"), tokens, mask, torch.float32)
     low = error(gradients(model_of(naive, "fast"), tokens, mask, torch.bfloat16), exact)
     model = model_of(flash, "balanced")
