@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from longctx.cli import main
-from longctx.data import far_back, load
+from longctx.data import load
 from tests.data.conftest import check_refused, prose
 
 LENGTHS = {"-50": 1, "50-500": 4, "500-": 0.5}
@@ -49,12 +49,10 @@ def test_ranges_are_drawn_by_their_weights(config):
 
 
 def test_weights_of_one_range_change_no_order(text_config):
-    plain = load(text_config(), 64)
-    for lengths in ({"0-": 2}, {"1m-": 7}):
-        other = load(text_config(lengths=lengths), 64)
-        assert other.fingerprint != plain.fingerprint
-        orders = [list(islice(data.order(1, 0, 1, 0), 300)) for data in (plain, other)]
-        assert orders[0] == orders[1]
+    plain, *others = (load(text_config(lengths=x), 64) for x in ({}, {"0-": 2}, {"1m-": 7}))
+    orders = [list(islice(data.order(1, 0, 1, 0), 300)) for data in (plain, *others)]
+    assert orders[0] == orders[1] == orders[2]
+    assert plain.fingerprint not in [other.fingerprint for other in others]
 
 
 def test_members_of_a_mix_have_their_own_weights(text_config, corpus):
@@ -105,19 +103,17 @@ def test_gzip_leaves_out_the_extremes(text_config, tmp_path):
     assert names(load(text_config(path=str(folder), filter="gzip"), 64)) == names(data)
 
 
-def test_tokens_before_a_token_are_counted(config):
-    for seq_len in (64, 700):
-        for lengths in ({}, LENGTHS):
-            data = load(replace(config, lengths=lengths), seq_len)
-            part, order = data.parts[""], islice(data.order(1, 0, 1, 0), 4000)
-            far = tokens = 0
-            for number in order:
-                first, end = part.packings["train"].bounds[number : number + 2]
-                for length in part.packings["train"].length[first:end].tolist():
-                    tokens += length
-                    far += sum(position > 50 for position in range(length))
-            assert part.share_beyond(50) == pytest.approx(far / tokens, abs=0.02)
-    assert far_back.beyond(np.array([5, 6, 9]), 5) == 3
+@pytest.mark.parametrize("lengths", [{}, LENGTHS])
+@pytest.mark.parametrize("seq_len", [64, 700])
+def test_tokens_before_a_token_are_counted(config, seq_len, lengths):
+    data = load(replace(config, lengths=lengths), seq_len)
+    part = data.parts[""]
+    packing, far, tokens = part.packings["train"], 0, 0
+    for number in islice(data.order(1, 0, 1, 0), 4000):
+        for length in packing.length[slice(*packing.bounds[number : number + 2])].tolist():
+            tokens += length
+            far += sum(position > 50 for position in range(length))
+    assert part.share_beyond(50) == pytest.approx(far / tokens, abs=0.02)
 
 
 def test_documents_that_do_not_reach_are_mentioned(text_config):

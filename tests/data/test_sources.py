@@ -79,8 +79,9 @@ def test_pinned_paths_are_absolute(tmp_path, monkeypatch):
     assert pinned(on_the_hub) == on_the_hub
     assert pinned(DataConfig(cache="c", tokenizer="t")).cache == f"{here}/c"
     hub = {"source": "hub", "path": "a/b", "revision": "c" * 40}
-    mix = pinned(DataConfig(source="mix", mix={"x": {"path": "a", "weight": 2}, "y": hub})).mix
-    assert mix == {"x": {"path": f"{here}/a", "weight": 2}, "y": hub}
+    long = {"path": "a", "weight": 2, "filter": "b.jsonl"}
+    mix = pinned(DataConfig(source="mix", mix={"x": long, "y": hub})).mix
+    assert mix == {"x": long | {"path": f"{here}/a", "filter": f"{here}/b.jsonl"}, "y": hub}
 
 
 # The embedded corpus

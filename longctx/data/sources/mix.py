@@ -13,12 +13,12 @@ from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.fields import Key, build, refuse, typed
 from longctx.data.documents import Corpus
 from longctx.data.length_ranges import check_selection
-from longctx.data.sources.registry import Source, check_used, register
+from longctx.data.sources.registry import Source, check_used, pinned, register
 
 # Keys of the mix, not of a member: one model and one objective learn from all sources.
 _ONCE = ("mix", "tokenizer", "vocab_size", "cache", "preferences", "packing")
 _OWN = ("path", "files")  # keys of a member, not of the mix
-_PINNED = (*_OWN, "revision")  # keys of a member that `pinned` may change
+_PINNED = (*_OWN, "revision", "filter")  # keys of a member that `pinned` may change
 
 
 class Member(NamedTuple):
@@ -53,7 +53,7 @@ class Mix(Source):
     def pinned(self, config: DataConfig) -> DataConfig:
         mix = dict(config.mix)
         for name, (_, member) in members(config).items():
-            own = SOURCES[member.source].pinned(member)
+            own = pinned(member)
             # Only changed keys: config.yaml keeps a mix as short as the user wrote it.
             changed = [key for key in _PINNED if getattr(own, key) != getattr(member, key)]
             mix[name] = {**mix[name], **{key: getattr(own, key) for key in changed}}
