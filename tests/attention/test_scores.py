@@ -176,6 +176,17 @@ def test_pruned_keys_weigh_nothing(case, mask, window, changed, monkeypatch):
         assert (p * before).nansum(-1).max() < 2.0**-24
 
 
+def test_pruning_keeps_nan_in_its_document():
+    case = Case(2, 90, 90, 2, 2, 16, "documents")
+    q, k, v, _ = inputs(case, torch.float32)
+    k[0, 5], q[1, 7] = float("nan"), float("inf")
+    bias = torch.arange(90.0, device=DEVICE).expand(1, 2, -1)
+    given = {"key_bias": bias, "kernel": "portable"}
+    plain, pruned = (attention(q, k, v, case.build_mask(), **given, prune=x) for x in (False, True))
+    assert plain[0, -1].isfinite().all() and plain[0, 5].isnan().all()
+    torch.testing.assert_close(pruned, plain, equal_nan=True)
+
+
 def test_alibi_is_a_bias_of_distances():
     """slope · j is ALiBi's -slope · (i - j) but for a constant of the row."""
     q, k, v, _ = inputs(Case(1, 70, 70, 4, 4, 16), torch.float32)

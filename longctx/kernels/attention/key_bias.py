@@ -8,9 +8,9 @@ the length, so everything of a row is relative to its last visible key: differen
 are exact in fp32, and lse keeps its digits. The reference has no gradient, so that of b_j is Σ_i
 ds_ij. `attention` adds the reference to the lse that it returns, and a sink counts as z - b_r.
 
-Keys before `first_keys` weigh nothing (compare arXiv 2504.06949). With |scale · q_i·k_j| ≤ u_i keys
-with b_j - b_r < -2 u_i - log(T 2^24) have together less than 2^-24 of the weight of key r alone,
-which fp32 does not tell from 0.
+Keys before `first_keys` weigh nothing (compare arXiv 2504.06949). If |scale · q_i·k_j| ≤ u_i, keys
+with u_i + b_j - b_r < scale · q_i·k_r - log(T 2^24) have together less than 2^-24 of the weight of
+key r alone, which fp32 does not tell from 0.
 """
 
 from __future__ import annotations
@@ -47,13 +47,20 @@ def first_keys(q: Tensor, k: Tensor, first: Tensor, last: Tensor, scores: Scores
     Fewer are skipped if the bias falls along a row, as it may at the beginning of a document.
     """
     assert scores.key_bias is not None and scores.scale is not None
+    group = q.shape[2] // k.shape[2]
+    q, k = q.detach(), k.detach()
+    at = last.clamp(min=0).long()[..., None, None]
+    own = (q * k.take_along_dim(at, 1).repeat_interleave(group, 2)).sum(3, dtype=torch.float32)
     # no product is larger than those of lengths
-    of_q, of_k = (vector_norm(x.detach(), dim=3, dtype=torch.float32) for x in (q, k))
-    longest = of_k.amax(1).repeat_interleave(q.shape[2] // k.shape[2], dim=1)
-    bound = (of_q * longest[:, None] * scores.scale).transpose(1, 2)
-    bound = bound.clamp(max=scores.softcap or math.inf)
-    least = reference(scores.key_bias, last) - 2 * bound - math.log(k.shape[1] * 2**24)
+    of_q, of_k = (vector_norm(x, dim=3, dtype=torch.float32) for x in (q, k))
+    bound = of_q * of_k.amax(1, keepdim=True).repeat_interleave(group, 2)
+    # own is a sum of rounded products
+    own, bound = (scores.scale * x.transpose(1, 2) for x in (own, 1.01 * bound))
+    if scores.softcap is not None:
+        own, bound = scores.softcap * (own / scores.softcap).tanh(), bound.clamp(max=scores.softcap)
+    least = reference(scores.key_bias, last) + own - bound - math.log(k.shape[1] * 2**24)
     rising = scores.key_bias.detach().cummax(2).values
-    keys = torch.searchsorted(rising, least, out_int32=True)
+    # a key that is NaN bounds nothing
+    keys = torch.searchsorted(rising, least.nan_to_num(nan=-math.inf), out_int32=True)
     # they do not decrease along a row, as tiles assume
     return torch.maximum(keys, first[:, None]).flip(2).cummin(2).values.flip(2)
