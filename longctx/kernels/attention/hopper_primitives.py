@@ -205,6 +205,7 @@ def rounding_error(p16, plain, limit):
 # For |x| < 0.75 tanh(x) is a sum of TANH[k] · x^(2k + 1), to 2^-16 of itself
 TANH = (1.0, -0.33286116, 0.12802248, -0.03606343)
 HALF = 0.375
+TOGETHER = 8  # numbers in turn: an instruction would wait for the one before it
 # of a hidden key in place of -inf: its square is finite, and p = 0 takes the slope 1 - tanh²
 HIDDEN_TANH = gl.constexpr(-(2.0**63))
 
@@ -213,25 +214,31 @@ HIDDEN_TANH = gl.constexpr(-(2.0**63))
 def _softcapped(N):
     """Return PTX of `softcapped` for N numbers of a thread: N results, then N of x / HALF."""
     last, *others = (f"{c * HALF ** (2 * k + 1):.9e}" for k, c in reversed([*enumerate(TANH)]))
-    lines = [".reg .pred any; .reg .b32 bits; .reg .f32 y; mov.b32 bits, 0;"]
+    polynomial = [
+        f"mul.f32 y#, IN, IN; mov.f32 OUT, {last};",
+        *(f"fma.rn.f32 OUT, OUT, y#, {c};" for c in others),
+        "mul.f32 OUT, OUT, IN;",
+    ]
+    exponential = [  # 1 - 2 / (1 + exp(2 x))
+        f"mul.f32 y#, IN, {2 * HALF * LOG2E.value:.9e};",
+        *("ex2.approx.ftz.f32 y#, y#;", "add.f32 y#, y#, 1.0;", "rcp.approx.ftz.f32 y#, y#;"),
+        "fma.rn.f32 OUT, y#, -2.0, 1.0;",
+    ]
+    lines = [f".reg .pred any; .reg .b32 bits; .reg .f32 y<{N}>; mov.b32 bits, 0;"]
     lines += [f"or.b32 bits, bits, ${N + i};" for i in range(N)]
     lines += [  # a bit that says of x / HALF that it is not below 2
         "and.b32 bits, bits, 0x40000000; setp.ne.b32 any, bits, 0;",
         "vote.sync.any.pred any, any, 0xffffffff;",
         "@any bra.uni LARGE;",
     ]
-    for i in range(N):
-        lines += [f"mul.f32 y, ${N + i}, ${N + i}; mov.f32 ${i}, {last};"]
-        lines += [f"fma.rn.f32 ${i}, ${i}, y, {c};" for c in others]
-        lines += [f"mul.f32 ${i}, ${i}, ${N + i};"]
-    lines += ["bra.uni DONE;", "LARGE:"]
-    for i in range(N):  # 1 - 2 / (1 + exp(2 x))
-        lines += [
-            f"mul.f32 y, ${N + i}, {2 * HALF * LOG2E.value:.9e}; ex2.approx.ftz.f32 y, y;",
-            "add.f32 y, y, 1.0; rcp.approx.ftz.f32 y, y;",
-            f"fma.rn.f32 ${i}, y, -2.0, 1.0;",
-        ]
-    return "\n".join(["{", *lines, "DONE:", "}"])
+    for way, end in ((polynomial, "bra.uni DONE; LARGE:"), (exponential, "DONE:")):
+        for start in range(0, N, TOGETHER):
+            for line in way:
+                for i in range(start, start + TOGETHER):
+                    own = line.replace("IN", f"${N + i}").replace("OUT", f"${i}")
+                    lines.append(own.replace("#", str(i)))
+        lines.append(end)
+    return "\n".join(["{", *lines, "}"])
 
 
 @gluon.constexpr_function
