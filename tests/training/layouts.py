@@ -39,6 +39,7 @@ MEMORIES = (
     MemoryConfig("balanced"),
     MemoryConfig("balanced", keep_every=2, mlp_tile=5),
     MemoryConfig("balanced", keep_every=3),
+    MemoryConfig("balanced", keep_every=2, attention_again=0.7),
 )
 V = 61
 
@@ -63,6 +64,8 @@ def drawn(draw: random.Random, ranks: int) -> TrainConfig:
         qkv_bias=draw.random() < 0.3,
     )
     memory = draw.choice(MEMORIES)
+    if context == 1 and memory.policy == "balanced" and draw.random() < 0.5:
+        memory = replace(memory, heads_at_once=1)
     return TrainConfig(
         seq_len=draw.choice([16, 33, 50]),
         batch_size=draw.choice([1, 2]),
