@@ -38,7 +38,7 @@ class MemoryConfig(Group):
     keep_every: with recompute=block: save the input of every n-th block only
     mlp_tile: with recompute: tokens per tile of projections and MLP; 0: no tiles
     heads_at_once: with recompute=block: key heads whose q, k and v exist at one time; 0: all
-    attention_again: with recompute=block: share of the blocks, the first, that run attention again
+    attention_again: with recompute=block: share of blocks, short windows first, that attend again
     offload: with recompute=block: share of the saved activations in pinned host memory
     loss_chunk: tokens whose logits exist at one time; null: up to 16,384, fewer in long; on a CPU
         1,024

@@ -17,6 +17,7 @@ tiled computation in ALST (arXiv 2506.13996).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -95,6 +96,9 @@ class _Tape:
     def __post_init__(self) -> None:
         self.tile = self.memory.mlp_tile or 0  # tokens; 0: all
         self.surroundings = _Surroundings(self.device.type)
+        # Short windows cost least
+        order = sorted(range(len(self.masks)), key=lambda i: self.masks[i].window or math.inf)
+        self.attends_again = order[: round((self.memory.attention_again or 0.0) * len(order))]
         # Then each tile and group of heads takes its part; else blocks come to the device
         self.reads_host = bool(self.memory.heads_at_once and self.memory.offload)
 
@@ -147,8 +151,7 @@ class _Tape:
         """Save attention's output of block i, unless it is made again, and, of every keep_every-th
         block, its input x.
         """
-        is_again = i < round((self.memory.attention_again or 0.0) * len(self.blocks))
-        tensors = {} if is_again else self.results(i, out, lse)
+        tensors = {} if i in self.attends_again else self.results(i, out, lse)
         if i % (self.memory.keep_every or 1) == 0:
             tensors["x"] = x
         self.saved[i] = self.holder(i, i, tensors)

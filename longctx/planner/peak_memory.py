@@ -115,11 +115,11 @@ class _Step:
             self.costs = [self.measured_costs(layer) for layer in self.measured]
         # Without its input a block before it runs forward again; without its output attention does
         self.every = (self.memory.keep_every or 1) if self.memory.recompute == "block" else 1
-        self.attends_again = round((self.memory.attention_again or 0.0) * self.L)
+        self.attends_again = attends_again(workload)
         self.saved_by_block = [
             costs.saved
             - (self.e * self.C * self.N if layer % self.every else 0.0)
-            - (costs.output if layer < self.attends_again else 0.0)
+            - (costs.output if layer in self.attends_again else 0.0)
             for layer, costs in enumerate(self.costs)
         ]
         # Bytes that the first 0, 1, ... blocks save on the GPU; the first layers keep theirs on the
@@ -294,7 +294,7 @@ class _Step:
         if self.through.in_groups and self.away:
             # A place for an input, and one for each output, that is made again
             away += self.e * self.C * self.N * (self.every > 1)
-            away += self.costs[0].output * min(self.every, self.attends_again)
+            away += self.costs[0].output * len({layer % self.every for layer in self.attends_again})
         _, optimizer = optimizer_state(self.workload)
         return {OPTIMIZER: optimizer / self.slices, KEPT: away}
 
@@ -320,7 +320,7 @@ class _Step:
         # Blocks to go back to the last input that was kept; it is made of theirs
         missing = (layer - 1) % self.every
         since = range(layer - 1 - missing, layer)
-        made = [self.costs[i].output for i in since if i < self.attends_again]
+        made = [self.costs[i].output for i in since if i in self.attends_again]
         x = self.e * self.C * self.N * (missing > 0)
         needed = range(layer - 1 - max(1, missing), layer)
         return sum(self.saved_by_block[i] for i in needed if 0 <= i < self.away) + sum(made) + x
@@ -353,6 +353,14 @@ def _sum(*parts: Terms) -> Terms:
         for term, size in part.items():
             total[term] = total.get(term, 0.0) + size
     return total
+
+
+def attends_again(workload: Workload) -> list[int]:
+    """Return the blocks whose attention runs again, those with the shortest windows first."""
+    model, memory = workload.model, workload.memory
+    share = memory.attention_again if memory.recompute == "block" else None
+    blocks = sorted(range(model.layers), key=lambda block: model.window_of(block) or inf)
+    return blocks[: round((share or 0.0) * model.layers)]
 
 
 def trained_weights(workload: Workload) -> tuple[int, int]:

@@ -23,7 +23,14 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from longctx.config.layout_config import kv_copies
-from longctx.planner.peak_memory import KEPT, OPTIMIZER, optimizer_state, predict, trained_weights
+from longctx.planner.peak_memory import (
+    KEPT,
+    OPTIMIZER,
+    attends_again,
+    optimizer_state,
+    predict,
+    trained_weights,
+)
 from longctx.spec.hardware import Chip
 from longctx.spec.parts import FP32, BlockSpec
 from longctx.spec.step import Workload
@@ -166,7 +173,8 @@ def attention_seconds(workload: Workload, chip: Chip) -> float:
         workload.model.blocks[0].attention,
         workload.pass_of(workload.batch_size, workload.seq_len),
     )
-    runs_again = (workload.memory.attention_again or 0.0) if layer.recompute == "block" else 0.0
+    pairs = pairs_of_row(workload)
+    runs_again = pairs_of_row(workload, attends_again(workload)) / pairs
     runs_again += layer.recompute == "block" and not description.has_backward
     if description.score_bytes is not None:
         heads = model.heads * model.layers
@@ -176,20 +184,20 @@ def attention_seconds(workload: Workload, chip: Chip) -> float:
         moved = scores * (forward * (1 + runs_again) + backward) * (1.0 if is_fused else EAGER)
         return moved / (STREAM * chip.bandwidth)
     forward_rate, backward_rate = description.rates_on(chip.generation, part, layer)
-    pairs = workload.batch_size * pairs_of_row(workload)
-    flops = 4 * pairs * model.heads * model.head_size / workload.context
+    flops = 4 * workload.batch_size * pairs * model.heads * model.head_size / workload.context
     if workload.context > 1 and workload.context_method == "allgather":
         flops *= IMBALANCE
     return flops * ((1 + runs_again) / forward_rate + 2.5 / backward_rate) / chip.flops
 
 
-def pairs_of_row(workload: Workload) -> int:
-    """Count the visible pairs of a sequence of one document, summed over the layers."""
-    length, pairs = workload.seq_len, 0
-    for window, layers in workload.model.windows().items():
+def pairs_of_row(workload: Workload, layers: Iterable[int] | None = None) -> int:
+    """Count the visible pairs of a sequence of one document, summed over `layers`, or all."""
+    model, length, pairs = workload.model, workload.seq_len, 0
+    windows = Counter(map(model.window_of, range(model.layers) if layers is None else layers))
+    for window, count in windows.items():
         # The first `reach` queries see 1, 2, ... keys, all others `reach`
         reach = min(length, window or length)
-        pairs += layers * (reach * (reach + 1) // 2 + (length - reach) * reach)
+        pairs += count * (reach * (reach + 1) // 2 + (length - reach) * reach)
     return pairs
 
 

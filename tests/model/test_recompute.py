@@ -18,6 +18,7 @@ from longctx.model import GPT, GPTConfig, layers, lora, recompute
 from longctx.model.layers import Block
 from longctx.model.offload import HostBuffers, pinned
 from longctx.planner import block_memory
+from longctx.planner.peak_memory import attends_again
 from longctx.spec.model_config import LoraConfig
 from tests.largest_tensor import LiveMemory
 from tests.planner.steps import workload
@@ -209,6 +210,17 @@ def test_groups_of_heads_and_attention_again_change_no_bit(parts, rank):
         model(*batch()).backward()
         grads.append([p.grad for p in model.parameters() if p.requires_grad])
     assert grads[0] and all(map(torch.equal, *grads))
+
+
+def test_blocks_with_short_windows_attend_again_first(monkeypatch):
+    config, blocks = replace(CONFIG, window=20, window_layers=[1]), []
+    memory = MemoryConfig("balanced", attention_again=0.34).filled("balanced")
+    attend = recompute._Tape.attend
+    noted = lambda tape, i, x: blocks.append(i) or attend(tape, i, x)  # noqa: E731
+    monkeypatch.setattr(recompute._Tape, "attend", noted)
+    gradients(make(memory, config))
+    assert blocks == [0, 1, 2, *attends_again(workload(model=config, memory=memory))]
+    assert blocks[3:] == [1]
 
 
 def test_gradients_of_tiles_are_their_sums():
