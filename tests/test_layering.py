@@ -140,7 +140,9 @@ tracker = Tracker(pathlib.Path(tempfile.mkdtemp()), WandbConfig(mode='disabled')
 tracker.log({'step': 1, 'tokens_seen': 5})
 tracker.start_copies({})
 tracker.finish(0)""": LARGE,
-    "import longctx.attention; longctx.attention.attention": {"torch._dynamo", "lightning"},
+    "from longctx.attention import attention; from longctx.model import GPT": {
+        *("torch._dynamo", "lightning")
+    },
     "import longctx.training.loop": {"datasets", "wandb"}
     | {"transformers", "matplotlib", "scipy", "torchvision"},  # which Lightning's metrics would use
 }

@@ -76,15 +76,16 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, needs_value: bool = True) -> Tensor:
         """Of x (..., C); without `needs_value` the result may be 0, and its gradients are right."""
-        y = self.routed(x, needs_value)
-        return y if self.shared is None else y + self.shared(x, needs_value)
-
-    @torch.compiler.disable
-    def routed(self, x: Tensor, needs_value: bool) -> Tensor:
-        """Return the sum of the chosen experts, or 0 without `needs_value`."""
         # Not compiled: the compiler would save the gathered rows and the weights' copies in 16
         # bits, in a model of 16 experts 11% of the peak, and the balance before the layers that
-        # follow.
+        # follow. Asked here, since a decorator imports the compiler, which takes a second.
+        is_traced = torch.compiler.is_compiling()
+        routed = torch.compiler.disable(self.routed) if is_traced else self.routed
+        y = routed(x, needs_value)
+        return y if self.shared is None else y + self.shared(x, needs_value)
+
+    def routed(self, x: Tensor, needs_value: bool) -> Tensor:
+        """Return the sum of the chosen experts, or 0 without `needs_value`."""
         shape, device = x.shape, x.device.type
         # Autocast casts the inputs of linear layers, and does not know our operator
         if torch.is_autocast_enabled(device):
