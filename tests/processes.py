@@ -9,12 +9,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryFile
 
 ROOT = Path(__file__).parents[1]
 # Of processes that a test starts: the repository before what the tests themselves were given.
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
+FORKED = ROOT / "tests" / "ranks.py"
 TOGETHER = ROOT / "tests" / "training" / "together.py"
 
 
@@ -28,26 +28,9 @@ def free_ports(count: int) -> list[int]:
 def run_on(ranks: int, script: Path, *arguments: object) -> None:
     """Run `script` with `arguments` on so many processes, one thread each; all must succeed."""
     shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": free_ports(1)[0], "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": 1}
-    with ExitStack() as stack:
-        # Files: a pipe that nobody reads yet would stop its rank, and with it all others
-        files = [stack.enter_context(TemporaryFile("w+")) for _ in range(ranks)]
-        processes = []
-        for rank, errors in enumerate(files):
-            variables = shared | {"RANK": rank, "LOCAL_RANK": rank}
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(script), *map(str, arguments)],
-                    cwd=ROOT,
-                    env=os.environ | {name: str(value) for name, value in variables.items()},
-                    stdout=subprocess.DEVNULL,
-                    stderr=errors,
-                )
-            )
-        codes = [process.wait() for process in processes]
-        for errors in files:
-            errors.seek(0)
-        assert not any(codes), "\n".join(errors.read()[-4000:] for errors in files)
+    words = [str(ranks), str(script), *map(str, arguments)]
+    done = finished(FORKED, words, ROOT, **shared, MASTER_PORT=free_ports(1)[0])
+    assert done.returncode == 0, done.stderr[-8000:]
 
 
 def train_together(ranks: int, commands: Sequence[Sequence[str]]) -> None:

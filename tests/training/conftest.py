@@ -42,7 +42,7 @@ def overrides_in(corpus: Path, cache: Path) -> Callable[..., list[str]]:
             **{"data": "text", "data.path": corpus, "data.cache": cache, "data.vocab_size": 300},
             **{"model": "tiny", "model.layers": 1, "model.channels": 32, "model.ffn": 48},
             **{"seq_len": 64, "batch_size": 2, "accumulate": 2, "max_steps": 6, "log_every": 1},
-            **{"data.val_fraction": 0.2, "workers": 0, "device": "cpu"},
+            **{"data.val_fraction": 0.2, "val_rows": 6, "workers": 0, "device": "cpu"},
             **{"wandb.mode": "disabled", "runs": runs},
         }
         keys |= {key.replace("__", "."): value for key, value in changes.items()}

@@ -27,7 +27,7 @@ from tests.training.sample_run import losses, steps, validations, weights
 
 
 def test_a_run_leaves_what_others_read(overrides, tmp_path, capsys):
-    every = {"checkpoint_every": 4, "log_every": 3, "val_every": 5}
+    every = {"checkpoint_every": 4, "log_every": 3, "val_every": 5, "val_rows": 0}
     assert train.main(overrides(max_steps=12, keep_checkpoints=2, lr=0.01, **every)) == 0
     name = "tiny-flash-64-text-layers1-channels32-ffn48-lr0.01-001"
     folder = tmp_path / "runs" / name
