@@ -127,8 +127,12 @@ class Mask:
         """Return the mask with its tensors on `device`."""
         # nothing on a CPU waits for the copy
         non_blocking = non_blocking and torch.device(device).type != "cpu"
-        tensors = ((name, x) for name, x in vars(self).items() if isinstance(x, Tensor))
-        moved: Any = {name: x.to(device, non_blocking=non_blocking) for name, x in tensors}
+        # by name: the compiler of torch 2.11 reads no vars()
+        tensors = "doc_ids", "first", "last", "qfirst", "qlast", "offsets"
+        given = {name: getattr(self, name) for name in tensors}
+        moved: Any = {
+            k: x.to(device, non_blocking=non_blocking) for k, x in given.items() if x is not None
+        }
         return replace(self, **moved, cache={})
 
     def windowed(self, window: int) -> Mask:
