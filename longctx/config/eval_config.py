@@ -90,7 +90,7 @@ class EvalConfig(Group):
     split: str = key("val", "the run's own documents: val | train", choices=("val", "train"))
     documents: int | None = positive(None, "documents to score at most", limit=10**12)
     contexts: list[int] | None = key(None, between=(2, inf), unit=1024)
-    score: str | None = key(None, suffix=".jsonl", compared=False)
+    score: Path | None = key(None, suffix=".jsonl", compared=False)
     batch_size: int | None = positive(None, limit=10**12, compared=False)
     device: str = key("auto", DEVICE, choices=("auto", "cpu", "cuda"), compared=False)
     devices: int = positive(1, "GPUs, or processes on a CPU", limit=4096, compared=False)

@@ -190,7 +190,7 @@ class SourcePart:
                 text = self.tokenizer.decode(token for token in ids if token not in ends)
                 n_bytes = len(text.encode())
             scored = self.store.scored(document, start, stop)
-            key = self.store.keys[document].tobytes()
+            key = self.store.texts[document].tobytes()
             yield EncodedDocument(name, ids, n_bytes, scored, side == REJECTED, key)
 
     def summary(self) -> dict[str, Any]:

@@ -17,13 +17,13 @@ from longctx import untrusted
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
 from longctx.data.cache import cache_folder, cached, fingerprint
-from longctx.data.documents import Corpus
+from longctx.data.documents import Corpus, exact_key
 from longctx.data.length_ranges import length_ranges
 from longctx.data.store import Store, progress
 
 GZIP_KEPT = 0.6  # as in OLMo 3's Longmino mix: without a fifth at either end
 SCORED_KEPT = 0.5
-_NO_SCORE = (ValueError, TypeError, KeyError, RecursionError)
+_NO_SCORE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 _GZIP = "gzip 1"  # of the cache; raised when the same text would have another ratio
 
 
@@ -62,7 +62,10 @@ def _ratios(store: Store, corpus: Corpus, config: DataConfig) -> np.ndarray:
         with progress("compressing", len(store)) as show:
             for document in corpus.documents():
                 # The store has the same order, without documents that have nothing to predict
-                if number < len(store) and document.key == store.keys[number].tobytes():
+                if (
+                    number < len(store)
+                    and exact_key(document.whole) == store.texts[number].tobytes()
+                ):
                     content = document.whole.encode()
                     ratios[number] = len(zlib.compress(content)) / len(content)
                     tokens += int(store.lengths[number])
@@ -85,7 +88,7 @@ def _gains(store: Store, corpus: Corpus, config: DataConfig) -> np.ndarray:
             with untrusted.named(f"{file}:{number}", "not a score ({})", _NO_SCORE):
                 row = json.loads(line)
                 found[bytes.fromhex(row["key"])] = float(row["gain"])
-    gains = np.array([found.get(key.tobytes(), np.nan) for key in store.keys])
+    gains = np.array([found.get(key.tobytes(), np.nan) for key in store.texts])
     missing = np.flatnonzero(np.isnan(gains))
     problem = f"data.filter={file}: {len(missing):,} of {len(store):,} documents have no score"
     advice = "score the same documents by eval.py score="

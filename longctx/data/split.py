@@ -68,10 +68,12 @@ def by_hash(stores: Sequence[Store], fractions: Mapping[str, float | None]) -> l
         if missing[number] > wanted[number] / 2 and len(others):
             longest, shortest = (others[f(lengths[others])] for f in (np.argmax, np.argmin))
             length, size = int(lengths[longest]), int(sizes[text[longest], number])
-            if store.has_answers and len(others) == len(own):
-                # None is cut: it would never learn how its last answer ends
+            # Of answers none is cut: it would never learn how its last one ends. Nor are several
+            # documents of one text, of which others have its end
+            is_whole = store.has_answers or not np.array_equal(store.keys, store.texts)
+            if is_whole and len(others) == len(own):
                 trained[text == text[shortest]] = 0
-            elif not store.has_answers and length >= 2 * SHORTEST:
+            elif not is_whole and length >= 2 * SHORTEST:
                 end = max(SHORTEST, length * int(missing[number]) // size)
                 trained[text == text[longest]] = max(SHORTEST, length - end)
         is_unsplit = wanted[number] and (trained[own] == lengths[own]).all()

@@ -23,7 +23,7 @@ from rich.progress import Progress
 
 from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.fields import refuse
-from longctx.data.documents import Corpus, Document
+from longctx.data.documents import Corpus, Document, exact_key
 from longctx.data.tokenizer import Tokenizer
 
 _BATCH = 8 << 20  # characters tokenized and written together
@@ -33,7 +33,8 @@ class Store:
     """The tokenized documents in `folder`. Worker processes open it anew.
 
     lengths: (documents,) tokens of each. n_bytes: (documents,) of the text in UTF-8.
-    keys: (documents, 16) `exact_key`. dropped: a count of documents with nothing to predict.
+    keys, texts: (documents, 16) `exact_key` of what each is made of, which decides its side of the
+    split, and of its own text. dropped: a count of documents with nothing to predict.
     left_out: the counts of documents that are not used, by reason.
     shortened: a count of conversations that are learned in their last turn alone, because the chat
     template rewrites the turns before. has_answers: documents are conversations, or compared
@@ -47,6 +48,7 @@ class Store:
             self.table = pa.ipc.open_stream(source).read_all()
         with np.load(folder / "documents.npz") as arrays:
             keys: np.ndarray = arrays["keys"]
+            texts: np.ndarray = arrays.get("texts", keys)
             self.dropped = int(arrays["dropped"])
             self.shortened = int(arrays["shortened"]) if "shortened" in arrays else 0
         chunks = self.table.column("input_ids").chunks
@@ -60,6 +62,7 @@ class Store:
         offsets = [view(chunk.offsets).astype(np.int64) for chunk in chunks]
         self.rows = np.arange(len(keys)) if rows is None else rows
         self.keys = keys[self.rows]
+        self.texts = texts[self.rows]
         self._first = np.concatenate([bounds[:-1] for bounds in offsets])[self.rows]
         self._chunk = np.repeat(np.arange(len(chunks)), [len(chunk) for chunk in chunks])[self.rows]
         self.lengths = np.concatenate([np.diff(bounds) for bounds in offsets])[self.rows]
@@ -106,6 +109,8 @@ class Store:
     def content(self) -> str:
         """Return a hash of all documents in order, and of the scored tokens if not all are."""
         digest = hashlib.sha256(self.keys.tobytes())
+        if not np.array_equal(self.keys, self.texts):
+            digest.update(self.texts.tobytes())
         if self._marks is not None:
             digest.update(self.lengths.tobytes())
             for chunk in self._marks:
@@ -155,6 +160,7 @@ def build(
     fields = {"name": pa.string(), "input_ids": pa.list_(token_type), "n_bytes": pa.int64()}
     schema = pa.schema(fields | ({"scored": pa.list_(pa.uint8())} if has_answers else {}))
     keys: list[bytes] = []
+    texts: list[bytes] = []
     documents = tokens = shortened = 0
     # Shorter documents have nothing to predict.
     shortest = 2 if has_answers else tokenizer.shortest
@@ -172,6 +178,7 @@ def build(
             ]
             # Of the text: another tokenizer has the same split.
             keys += [document.key for document, *_ in kept]
+            texts += [exact_key(document.whole) for document, *_ in kept]
             columns: list[Any] = [
                 [document.name for document, *_ in kept],
                 [ids for _, ids, _ in kept],
@@ -186,9 +193,10 @@ def build(
             show(documents, tokens)
     missing = "two different answers" if config.preferences else "a token to predict"
     refuse((not keys, f"{place}: none of {documents:,} documents has {missing}; give others"))
-    hashes = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
+    hashes, own = (np.frombuffer(b"".join(x), np.uint8).reshape(-1, 16) for x in (keys, texts))
     dropped = documents - len(keys)
-    np.savez(folder / "documents.npz", keys=hashes, dropped=dropped, shortened=shortened)
+    counts = {"dropped": dropped, "shortened": shortened}
+    np.savez(folder / "documents.npz", keys=hashes, texts=own, **counts)
 
 
 def has_marks(config: DataConfig) -> bool:

@@ -156,7 +156,7 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
     strategy = choose_strategy(config, model.model, machine, dtype_of(precision))
     # An hour of scoring must not end at a folder that cannot be written.
     if config.score is not None:
-        files.check_writable(Path(config.score).absolute().parent)
+        files.check_writable(config.score.absolute().parent)
     results_folder = (model.home / evaluations.FOLDER).absolute()
     there = (path for path in (results_folder, *results_folder.parents) if path.exists())
     files.check_writable(next(there))
@@ -255,7 +255,7 @@ def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any
         if config.score is not None:
             shorter = min([*contexts, setup.context]), setup.context * setup.batch_size
             texts = setup.documents(), result
-            gains = write_gains(Path(config.score), scorer, *texts, *shorter, progress.count)
+            gains = write_gains(config.score, scorer, *texts, *shorter, progress.count)
     content = {
         "scored": setup.source,
         "precision": setup.precision,

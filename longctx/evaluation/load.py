@@ -26,6 +26,7 @@ from longctx.config import fields
 from longctx.config.fields import refuse
 from longctx.data import DataConfig, Tokenizer, load, read_documents
 from longctx.data.dataset import EncodedDocument
+from longctx.data.documents import exact_key
 from longctx.data.store import has_marks
 from longctx.model import GPT
 from longctx.model.gpt import build
@@ -175,7 +176,7 @@ def of_source(
             if len(ids) < tokenizer.shortest if scored is None else not scored[1:].any():
                 empty += 1
                 continue
-            size, key = len(given.text.encode()), given.key
+            size, key = len(given.text.encode()), exact_key(given.whole)
             document = EncodedDocument(given.name, ids.astype(np.int64), size, scored, key=key)
             yield counted(tokenizer, document)
     if empty:

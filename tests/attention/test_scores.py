@@ -187,6 +187,13 @@ def test_pruning_keeps_nan_in_its_document():
     torch.testing.assert_close(pruned, plain, equal_nan=True)
 
 
+def test_pruning_keeps_what_fp16_cannot_hold():
+    q = torch.full((1, 16, 1, 16), 400.0, dtype=torch.float16, device=DEVICE)
+    v = torch.ones_like(q)
+    given = {"scale": 1e-3, "key_bias": torch.zeros(1, 1, 16, device=DEVICE)}
+    assert (attention(q, q, v, prune=True, **given) == 1).all()
+
+
 def test_alibi_is_a_bias_of_distances():
     """slope · j is ALiBi's -slope · (i - j) but for a constant of the row."""
     q, k, v, _ = inputs(Case(1, 70, 70, 4, 4, 16), torch.float32)

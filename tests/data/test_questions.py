@@ -1,8 +1,10 @@
 """The example plugin of questions: each answer is in the text, and answers alone are learned."""
 
+import json
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -89,6 +91,17 @@ def test_a_document_and_its_questions_are_on_one_side(config, corpus):
         for split in ("train", "val")
     }
     assert not sides["train"] & sides["val"] and min(map(len, sides.values())) > 2
+
+
+def test_each_part_of_a_document_has_its_gain(config, tmp_path):
+    config.length, file = 500, tmp_path / "gains.jsonl"
+    parts = [x for x in load(config, 64).documents("train") if x.name.startswith("long.txt")]
+    every = list(of_source(config, load(config, 64).tokenizer))
+    assert {x.key for x in parts} <= {x.key for x in every} and len(parts) > 9
+    rows = ({"key": x.key.hex(), "gain": x.name == parts[4].name} for x in every)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = load(replace(config, filter=str(file), keep=1 / len(every), val_fraction=0), 64)
+    assert [x.name for x in data.documents("train")] == [parts[4].name]
 
 
 def test_questions_follow_from_the_text_alone(config, corpus, questions):

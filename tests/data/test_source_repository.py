@@ -13,8 +13,8 @@ from tests.data.conftest import check_refused, prose
 FILES = {
     "README.md": "About αβγ\n",
     "src/app/__init__.py": "",
-    "src/app/a.py": "import os, app.deep.z as z\nfrom . import (\n    b,\n    c\n)\n",
-    "src/app/b.py": "def b():\n    from app.c import X\n",
+    "src/app/a.py": "import os, app.deep.z as z  # of b\nfrom . import (\n    b,\n    c\n)\n",
+    "src/app/b.py": "def b():\n    import app.c  # X\n",
     "src/app/c.py": "from ..app.deep import z\nfrom app import a\nX = 1\n",
     "src/app/deep/z.py": "text = 'import app.a'\n",
     "src/app/deep/__init__.py": "",
@@ -67,10 +67,11 @@ def test_what_is_no_text_is_counted(config, clone):
     (clone / ".git").mkdir()
     (clone / ".git" / "config").write_text("hidden")
     os.symlink(clone / "src", clone / "linked")
+    os.symlink("circle", clone / "circle")
     os.mkfifo(clone / "pipe")
     assert order_of(config)[0] == sorted(FILES)
     counted = SOURCES["repository"].left_out(config).split(", ")
-    assert sorted(counted) == ["1 links", "1 of more than 1 MiB", "2 binary"]
+    assert sorted(counted) == ["1 of more than 1 MiB", "2 binary", "2 links"]
 
 
 @pytest.mark.parametrize("target", ["/etc", "../secret", "src/../../secret"])
@@ -96,6 +97,12 @@ def test_clones_are_mixed_and_split(config, clone, tmp_path):
     names = {document.name.split(" (")[0] for document in data.documents("train")}
     assert "other" in names and len(data.val) > 0
     assert pinned(config).path == config.path
+
+
+def test_a_name_that_is_no_text_hides_no_other(config, clone):
+    for name in (b"\xfe", b"\xff"):
+        (clone / os.fsdecode(name)).write_bytes(name.hex().encode())
+    assert "\nfe\n" in order_of(config)[1] and "\nff\n" in order_of(config)[1]
 
 
 def test_a_folder_without_text_is_refused(config, tmp_path):

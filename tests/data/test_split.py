@@ -18,7 +18,7 @@ class Documents(Store):
         self.lengths = np.array(lengths, np.int64)
         self.n_bytes = 4 * self.lengths
         self.keys = keys[np.arange(len(lengths)) // copies]
-        self.has_answers = False
+        self.texts, self.has_answers = self.keys, False
 
     def split(self, fraction: float | None) -> np.ndarray:
         (trained,) = by_hash([self], {"data": fraction})
@@ -77,6 +77,14 @@ def test_the_split_depends_on_the_texts_alone():
         for name in ("lengths", "n_bytes", "keys"):
             setattr(other, name, getattr(store, name)[part])
         assert (other.split(0.1) != trained[part]).mean() <= most
+
+
+def test_no_document_made_of_a_text_is_cut():
+    """The end of the longest would be told by the others of its text."""
+    store = Documents([4000, 26, 4000, 26], copies=2)
+    store.texts = np.arange(64, dtype=np.uint8).reshape(4, 16)
+    trained = store.split(0.05)
+    assert sorted(trained.reshape(2, 2).tolist()) == [[0, 0], [4000, 26]]
 
 
 @pytest.mark.parametrize("fraction", [0.3, 0])

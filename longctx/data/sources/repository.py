@@ -57,7 +57,7 @@ def _texts(path: str) -> tuple[dict[str, str], Counter[str]]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         for file in (Path(folder, name) for name in folders + names if not name.startswith(".")):
             if file.is_symlink():
-                outside = not file.resolve().is_relative_to(root)
+                outside = not Path(os.path.realpath(file)).is_relative_to(root)
                 refuse((outside, f"{file}: a link out of the repository; take it out"))
                 skipped["links"] += 1
             elif file.is_file() and file.stat().st_size > LARGEST:
@@ -73,7 +73,7 @@ def _texts(path: str) -> tuple[dict[str, str], Counter[str]]:
                     skipped["binary"] += 1
                 else:
                     name = file.relative_to(root).as_posix()
-                    texts[name.encode(errors="replace").decode()] = text
+                    texts[name.encode(errors="backslashreplace").decode()] = text
     return dict(sorted(texts.items())), skipped
 
 
@@ -110,4 +110,5 @@ def _imported(name: str, text: str) -> Iterator[str]:
         base = [*above, *filter(None, module.split("."))]
         yield from ("/".join([*base, part]) for part in re.findall(r"\w+", names))
         yield "/".join(base)
-        yield from (part.split(" as ")[0].strip().replace(".", "/") for part in modules.split(","))
+        parts = (re.findall(r"[\w.]+", part) for part in modules.split("#")[0].split(","))
+        yield from (words[0].replace(".", "/") for words in parts if words)

@@ -60,7 +60,8 @@ def first_keys(q: Tensor, k: Tensor, first: Tensor, last: Tensor, scores: Scores
         own, bound = scores.softcap * (own / scores.softcap).tanh(), bound.clamp(max=scores.softcap)
     least = reference(scores.key_bias, last) + own - bound - math.log(k.shape[1] * 2**24)
     rising = scores.key_bias.detach().cummax(2).values
-    # a key that is NaN bounds nothing
-    keys = torch.searchsorted(rising, least.nan_to_num(nan=-math.inf), out_int32=True)
+    # a key that is NaN bounds nothing, nor does a product that fp16 cannot hold
+    least = least.nan_to_num(nan=-math.inf, posinf=-math.inf)
+    keys = torch.searchsorted(rising, least, out_int32=True)
     # they do not decrease along a row, as tiles assume
     return torch.maximum(keys, first[:, None]).flip(2).cummin(2).values.flip(2)
