@@ -31,7 +31,7 @@ from longctx.config.train_config import TrainConfig
 from longctx.data.chat import Template, has_template
 from longctx.data.dataset import EncodedDocument
 from longctx.evaluation import passkey, results, ruler
-from longctx.evaluation.gain import write_gains
+from longctx.evaluation.gain import check_gains, write_gains
 from longctx.evaluation.load import TrainedModel, build_model, of_run, of_source, open_model
 from longctx.evaluation.passkey import TOKENS_TOGETHER
 from longctx.evaluation.perplexity import perplexity
@@ -249,13 +249,15 @@ def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any
     config, is_gpu = setup.config, setup.device == "cuda"
     contexts = default_lengths(setup.context) if config.contexts is None else config.contexts
     sizes = setup.context, config.stride, setup.batch_size
+    shortest = min([*contexts, setup.context])
+    if config.score is not None:
+        check_gains(config.score, setup.documents(), setup.context, shortest)
     with Progress("tokens") as progress:
         result = perplexity(scorer, setup.documents(), *sizes, contexts, progress.count)
         gains: dict[str, Any] = {}
         if config.score is not None:
-            shorter = min([*contexts, setup.context]), setup.context * setup.batch_size
-            texts = setup.documents(), result
-            gains = write_gains(config.score, scorer, *texts, *shorter, progress.count)
+            given = setup.documents(), result, shortest, setup.context * setup.batch_size
+            gains = write_gains(config.score, scorer, *given, progress.count)
     content = {
         "scored": setup.source,
         "precision": setup.precision,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,15 @@ from longctx.evaluation.score import OnBatch, Scorer
 
 SHOWN = 5  # documents with the largest gains, and with the smallest
 BAR = 40  # characters for the largest gain
+
+
+def check_gains(path: Path, documents: Iterable[EncodedDocument], context: int, short: int) -> None:
+    """Raise ValueError if none of `documents` can gain, which is told before an hour of scoring."""
+    equal = f"score={path}: contexts= has no length below seq_len={context}, to compare with"
+    refuse((short >= context, equal))
+    problem = f"score={path}: no document has more than {short:,} tokens, so none gains by more"
+    holds_all = all(len(document.ids) <= short for document in documents)
+    refuse((holds_all, f"{problem}; give longer ones, or shorter contexts=[N]"))
 
 
 def write_gains(
@@ -36,18 +44,11 @@ def write_gains(
     each, and return the best and worst and the gain by position. A forward takes `tokens` on each
     data rank.
 
-    A document that `short` tokens hold gains 0. Raises ValueError if they hold all.
+    A document that `short` tokens hold gains 0; see `check_gains`.
     """
     longer = (document for document in documents if len(document.ids) > short)
-    first = list(islice(longer, 1))
-    problem = f"score={path}: no document has more than {short:,} tokens, so none gains by more"
-    equal = f"score={path}: contexts= has no length below seq_len={long.context}, to compare with"
-    refuse(
-        (not first, f"{problem}; give longer ones, or shorter contexts=[N]"),
-        (short >= long.context, equal),
-    )
-    texts, sequences = chain(first, longer), max(1, tokens // short)
-    near = perplexity(scorer, texts, short, batch_size=sequences, on_batch=on_batch)
+    sequences = max(1, tokens // short)
+    near = perplexity(scorer, longer, short, batch_size=sequences, on_batch=on_batch)
     rows = gains_of(long, near)
     files.write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
     rows = [{key: row[key] for key in ("name", "tokens", "loss", "gain")} for row in rows]

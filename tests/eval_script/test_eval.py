@@ -123,6 +123,7 @@ MISTAKES = [
     ([*OWN_TEXT, "data.min_tokens=9"], "data.min_tokens=9"),
     ([*OWN_TEXT, "split=val"], "split=val"),
     (["score=a.jsonl", "contexts=[64]"], "score=a.jsonl: contexts= has no length below"),
+    ([*OWN_TEXT, "score=a.jsonl", "seq_len=9999", "contexts=[9998]"], "score=a.jsonl: no document"),
     (["score=a.jsonl", "passkey=true"], "score="),
     (["data=text"], "data.path"),
     (["data=text", "data.path={docs}/none.txt"], "data.path={docs}/none.txt"),
@@ -137,6 +138,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("overrides", "message"), MISTAKES)
 def test_mistake_is_one_line_and_writes_nothing(run, refused, monkeypatch, overrides, message):
     monkeypatch.setattr("longctx.config.eval_config.find_spec", lambda name: "installed")
+    monkeypatch.setattr("longctx.evaluation.score.Scorer._forward", None)  # before all scoring
     folders = {"run": run, "docs": run.parents[1] / "docs"}
     before = sorted(run.rglob("*"))
     if overrides and "checkpoint" not in overrides[0]:
