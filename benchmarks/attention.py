@@ -334,7 +334,9 @@ def table(rows: list[Row]) -> str:
         of = {row["backend"]: row for row in rows if row["model"] == model}
         case = next(iter(of.values()))
         ran = [row for name, row in of.items() if name not in peers and "both_ms" in row]
-        cells = [model, "{heads}/{kv_heads} of {head_size}".format(**case), f"{case['tokens']:,}"]
+        window = f", window {case['window']:,}" if "window" in case else ""
+        heads = "{heads}/{kv_heads} of {head_size}".format(**case)
+        cells = [model, heads, f"{case['tokens']:,}{window}"]
         cells.append(f"{ran[0]['backend']}, {ran[0]['both_ms']:.2f}" if ran else "")
         for name in peers:
             ratios = [of.get(name, {}).get(f"{part}_ours_over_it") for part in PARTS]

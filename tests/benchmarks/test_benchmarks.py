@@ -129,7 +129,7 @@ def test_layers_of_models_are_measured_by_each_peer(monkeypatch, capsys):
             assert ("skipped" in rows[name, peer]) is not plain, rows[name, peer]
     lines = attention.table(list(rows.values())).splitlines()
     assert len(lines) == 2 + len(small)
-    assert lines[2].startswith("| gpt-oss-window | 8/2 of 16 | 132 | flash, ")
+    assert lines[2].startswith("| gpt-oss-window | 8/2 of 16 | 132, window 9 | flash, ")
     # A peer that reads its arguments otherwise is in no table
     monkeypatch.setitem(sys.modules, "flash_attn.cute", fake_packages(1)["flash_attn.cute"])
     of_phi, of_olmo = (
