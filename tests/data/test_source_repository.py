@@ -1,6 +1,8 @@
 """A clone as one document: which files, in which order, and none from outside of it."""
 
 import os
+import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -81,10 +83,13 @@ def test_a_link_out_of_the_clone_is_refused(config, clone, target):
     check_refused(config, "link: a link out of the repository")
 
 
-def test_identity_changes_with_content_alone(config, clone):
+def test_identity_changes_with_name_and_content(config, clone):
     identity = open_corpus(config).identity
     os.utime(clone / "README.md", (1, 1))
     assert open_corpus(config).identity == identity
+    shutil.copytree(clone, clone.parent / "other")
+    other = replace(config, path=str(clone.parent / "other"))
+    assert open_corpus(other).identity != identity, "it has another name"
     (clone / "README.md").write_text("Other\n")
     assert open_corpus(config).identity != identity
 
@@ -103,6 +108,18 @@ def test_a_name_that_is_no_text_hides_no_other(config, clone):
     for name in (b"\xfe", b"\xff"):
         (clone / os.fsdecode(name)).write_bytes(name.hex().encode())
     assert "\nfe\n" in order_of(config)[1] and "\nff\n" in order_of(config)[1]
+
+
+def test_a_folder_that_cannot_be_read_is_counted(config, clone, monkeypatch):
+    scandir = os.scandir
+
+    def denied(path):
+        if str(path).endswith("deep"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    assert SOURCES["repository"].left_out(config) == "1 folders that cannot be read"
 
 
 def test_a_folder_without_text_is_refused(config, tmp_path):

@@ -44,8 +44,9 @@ class Repository(LocalFiles):
     def open(self, config: DataConfig, without: Set[bytes]) -> Corpus:
         self.check_files(config)
         shards = [Shard(path, partial(_read, path, config.order)) for path in config.paths()]
-        # By content: a checkout gives files new times
-        hashes = [exact_key(text.text).hex() for shard in shards for text in shard.read()]
+        # By name and content: a checkout gives files new times
+        texts = (f"{text.name}\n{text.text}" for shard in shards for text in shard.read())
+        hashes = [exact_key(text).hex() for text in texts]
         return Corpus(hashes, shards, len(shards))
 
 
@@ -53,7 +54,8 @@ def _texts(path: str) -> tuple[dict[str, str], Counter[str]]:
     """Return the text of each file of a clone by its name in it, sorted, and count the others."""
     root = Path(os.path.realpath(os.path.expanduser(path)))
     texts, skipped = dict[str, str](), Counter[str]()
-    for folder, folders, names in os.walk(root):
+    unread = "folders that cannot be read"
+    for folder, folders, names in os.walk(root, onerror=lambda _: skipped.update([unread])):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for file in (Path(folder, name) for name in folders + names if not name.startswith(".")):
             if file.is_symlink():
