@@ -87,12 +87,15 @@ class MemoryConfig(Group):
         return ""
 
     def filled(self, policy: str) -> MemoryConfig:
-        """Return a copy with the values of `policy`, which is not auto, for all nulls but
+        """Return a value with those of `policy`, which is not auto, for all nulls but
         `loss_chunk`.
         """
         if policy not in POLICIES:
             names = ", ".join(POLICIES)
             raise ValueError(f"memory.policy={policy}: a run decides that; a model takes {names}")
+        # A search asks it again of each of thousands
+        if policy == self.policy and all(getattr(self, x) is not None for x in POLICIES[policy]):
+            return self
         given = {name: value for name, value in vars(self).items() if value is not None}
         return replace(self, **POLICIES[policy] | given | {"policy": policy})
 

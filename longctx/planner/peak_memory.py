@@ -83,7 +83,8 @@ class _Step:
 
     def __init__(self, workload: Workload) -> None:
         self.memory = workload.memory.filled(workload.memory.policy)
-        workload = replace(workload, memory=self.memory)
+        if self.memory is not workload.memory:
+            workload = replace(workload, memory=self.memory)
         self.workload, self.model, self.captured = workload, workload.model, workload.captured
         self.blocks = workload.model.blocks
         self.measured = workload.measured.get(self.memory.recompute or "none")
