@@ -195,7 +195,7 @@ def build(
     refuse((not keys, f"{place}: none of {documents:,} documents has {missing}; give others"))
     hashes, own = (np.frombuffer(b"".join(x), np.uint8).reshape(-1, 16) for x in (keys, texts))
     dropped = documents - len(keys)
-    counts = {"dropped": dropped, "shortened": shortened}
+    counts: Any = {"dropped": dropped, "shortened": shortened}
     np.savez(folder / "documents.npz", keys=hashes, texts=own, **counts)
 
 
