@@ -155,7 +155,7 @@ def keys(schema: Any) -> dict[str, Key]:
             optional=len(declared) < len(types_allowed) or hint is Any,
         )
         if dataclasses.is_dataclass(hint):
-            # Of a group whose kinds have keys of their own: those of all kinds
+            # If the kinds of a group have keys of their own: those of all kinds
             inner_keys = hint.all_keys() if hasattr(hint, "all_keys") else keys(hint)
             for name, inner in inner_keys.items():
                 result[f"{item.name}.{name}"] = inner._replace(**item.metadata.get("all", {}))

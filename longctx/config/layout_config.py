@@ -87,7 +87,7 @@ class MemoryConfig(Group):
         return ""
 
     def filled(self, policy: str) -> MemoryConfig:
-        """Return a value with those of `policy`, which is not auto, for all nulls but
+        """Return a copy with the values of `policy`, not auto, for all nulls but
         `loss_chunk`.
         """
         if policy not in POLICIES:

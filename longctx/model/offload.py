@@ -126,7 +126,7 @@ class SavedTensors:
 def pinned(numel: int, dtype: torch.dtype) -> Tensor:
     """Return page-locked memory of `numel` elements; MemoryError if there is none."""
     # torch's own allocator would round the size up to a power of two. Pages of 2 MiB are touched
-    # and pinned several times faster than those of 4 KiB. A process that is forked does not get
+    # and pinned several times faster than those of 4 KiB. A forked process does not get
     # them: it would make the parent write to copies, which the GPU does not see.
     nbytes = numel * dtype.itemsize
     try:

@@ -314,7 +314,7 @@ class _Step:
 
     def again(self, layer: int) -> float:
         """Return the bytes brought or computed back before a block's backward."""
-        # Inputs that were discarded, and activations that were offloaded
+        # Discarded inputs and offloaded activations
         reads_host = self.through.in_groups and self.away  # tile by tile
         if self.memory.recompute != "block" or reads_host:
             return 0.0

@@ -98,7 +98,7 @@ class Workload:
 
     @cached_property
     def parameters(self) -> int:
-        """Parameters of the model, without those that LoRA adds."""
+        """Parameters of the model, without additions of LoRA."""
         return self.model.parameters()
 
     @cached_property
