@@ -45,8 +45,8 @@ def length_ranges(config: DataConfig) -> list[Range]:
         first, end = (typed(place, text or default, _TOKENS) for text, default in texts)
         refuse((first >= end, problem))
         weight = typed(place, given, _WEIGHT)
-        advice = "a weight is above 0; data.min_tokens and data.max_tokens leave documents out"
-        refuse((not 0 < weight < float("inf"), f"{place}={given}: {advice}"))
+        advice = "above 0 to 10^6; data.min_tokens and data.max_tokens leave documents out"
+        refuse((not 0 < weight <= 1e6, f"{place}={given}: {advice}"))
         ranges.append(Range(first, end, weight))
     for before, after in pairwise(sorted(ranges)):
         problem = f"data.lengths: two ranges have documents of {after.first:,} tokens"

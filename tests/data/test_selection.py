@@ -137,6 +137,7 @@ def test_data_prints_shares_and_takes_lengths(corpus, tmp_path, capsys):
         ({"-": 1}, "- is no range"),
         ({"8k-4k": 1}, "8k-4k is no range"),
         ({"4k-": 0}, "data.lengths.4k-=0: .*data.min_tokens"),
+        ({"4k-": 1e308}, r"data.lengths.4k-=1e\+308: above 0 to 10\^6"),
         ({"4k-": "x"}, "data.lengths.4k-=x: must be a number"),
         ({"6k-": 2, "4k-8k": 1}, "two ranges have documents of 6,144 tokens"),
     ],
