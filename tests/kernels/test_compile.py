@@ -135,5 +135,10 @@ def test_every_head_size_fits(target, sizes):
 def test_kernels_with_a_key_bias_fit(target):
     reports = compile_all(target, "attention", "64 bias", "96 bias", "256 bias")
     assert any(name.startswith("ampere backward") for name in reports)
-    spilled = CARDS[target][1]
-    check_fits(reports, CARDS[target][0], lambda name: 190 if "ampere" in name else spilled)
+
+    def most(name):
+        if name.startswith("portable"):  # not chosen on these cards
+            return 2000
+        return 270 if "256" in name else 190
+
+    check_fits(reports, CARDS[target][0], most)

@@ -11,7 +11,7 @@ import longctx
 import train
 from longctx import files
 from longctx.runs import metrics_file, run_folder
-from longctx.training import life_cycle
+from longctx.training import life_cycle, resolve
 from tests.training.sample_run import (
     check_resumes_exactly,
     figures,
@@ -117,7 +117,7 @@ def test_seq_len_schedule_resumes_exactly(trained, overrides, refused, capsys):
     refused(code, "takes all 4 steps; leave some for seq_len")
 
 
-def test_resume_refuses_other_data_and_other_models(two_steps, refused, capsys):
+def test_resume_refuses_other_data_and_other_models(two_steps, refused, capsys, monkeypatch):
     folder = two_steps
     refused(train.main([f"resume='{folder}'", "max_steps=3", "seed=5"]), "seed cannot change")
     text = (folder / "config.yaml").read_text()
@@ -133,6 +133,7 @@ def test_resume_refuses_other_data_and_other_models(two_steps, refused, capsys):
         assert train.main([f"resume={folder}", "max_steps=3"]) == 2
         assert message in capsys.readouterr().err
     (folder / "config.yaml").write_text("{}")
+    monkeypatch.setattr(resolve, "open_tokenizer", None)  # of the default documents
     message = "config.yaml: no devices, batch_size, accumulate"
     refused(train.main([f"resume={folder}", "max_steps=3"]), message)
 
