@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from longctx.attention.description import AUTO
 from longctx.config import presets
@@ -14,7 +13,6 @@ from longctx.data.sources.registry import pinned
 from longctx.model import packed
 from longctx.model.context_extension import extended
 from longctx.parallel.devices import able_backends, check_attention
-from longctx.runs import run_folder
 from longctx.spec.step import precision_of
 from longctx.training.pretrained import Choice, model_of
 
@@ -26,8 +24,6 @@ def choose_model(request: Request[TrainConfig], device: str) -> Choice:
     config, overrides = request.config, request.overrides
     data = config.data_as_read
     if config.resume:
-        # A config.yaml that was cut names other documents, so it is refused before they are read
-        run_folder.read_config(Path(config.resume), needed=("devices", "batch_size", "accumulate"))
         # The method of the run may not suit the new degree
         if {"context.degree", "context.method"} & overrides.keys() == {"context.degree"}:
             config = replace(config, context=replace(config.context, method="auto"))
