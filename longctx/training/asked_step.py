@@ -49,7 +49,8 @@ def with_steps_of_run(
     this request. `batch_size` and `accumulate` are fixed if `overrides` names them. ValueError if
     there is no such division.
     """
-    saved = run_folder.read_config(Path(config.resume or ""))
+    path = Path(config.resume or "")
+    saved = run_folder.read_config(path)
     rows = run_folder.rows_per_step(saved)
     possible: list[Division] = []
     for division in each:
