@@ -33,8 +33,8 @@ class Store:
     """The tokenized documents in `folder`. Worker processes open it anew.
 
     lengths: (documents,) tokens of each. n_bytes: (documents,) of the text in UTF-8.
-    keys, texts: (documents, 16) `exact_key` of what each is made of, which decides its side of the
-    split, and of its own text. dropped: a count of documents with nothing to predict.
+    keys, texts: (documents, 16) `exact_key` of the source, by which the split chooses a side, and
+    of the text itself. dropped: a count of documents with nothing to predict.
     left_out: the counts of documents that are not used, by reason.
     shortened: a count of conversations that are learned in their last turn alone, because the chat
     template rewrites the turns before. has_answers: documents are conversations, or compared

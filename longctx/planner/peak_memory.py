@@ -357,7 +357,7 @@ def _sum(*parts: Terms) -> Terms:
 
 
 def attends_again(workload: Workload) -> list[int]:
-    """Return the blocks whose attention runs again, those with the shortest windows first."""
+    """Return the blocks to run attention again in: the shortest windows first, the cheapest."""
     model, memory = workload.model, workload.memory
     share = memory.attention_again if memory.recompute == "block" else None
     blocks = sorted(range(model.layers), key=lambda block: model.window_of(block) or inf)

@@ -87,8 +87,8 @@ def _read(path: str, order: str) -> Iterator[Document]:
 
 
 def _by_imports(texts: Mapping[str, str]) -> list[str]:
-    """Return the names of files in rounds: those that import no file of a later round, by name. If
-    the rest are circles, its first file is next.
+    """Return the names of files in rounds, each in the order of names. A round imports no file of a
+    later one. If all the rest is circles, its first file is next.
     """
     files = {re.sub(r"^src/|(/__init__)?\.py$", "", name): name for name in texts}
     left = {

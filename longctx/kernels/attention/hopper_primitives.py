@@ -226,7 +226,7 @@ def _softcapped(N):
     ]
     lines = [f".reg .pred any; .reg .b32 bits; .reg .f32 y<{N}>; mov.b32 bits, 0;"]
     lines += [f"or.b32 bits, bits, ${N + i};" for i in range(N)]
-    lines += [  # a bit that says of x / HALF that it is not below 2
+    lines += [  # this bit of a float, here x / HALF, is set from 2 on
         "and.b32 bits, bits, 0x40000000; setp.ne.b32 any, bits, 0;",
         "vote.sync.any.pred any, any, 0xffffffff;",
         "@any bra.uni LARGE;",

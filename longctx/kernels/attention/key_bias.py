@@ -27,7 +27,7 @@ from longctx.kernels.attention import Scores
 def reference(key_bias: Tensor, last: Tensor | None) -> Tensor:
     """Return (B, H, Tq), without a gradient: the bias (B, H, Tk) of each query's last key.
 
-    `last` is (B or 1, Tq). Queries that see nothing have that of any key.
+    `last` is (B or 1, Tq). A query that sees nothing gets the bias of any key.
     """
     assert last is not None
     at = last.clamp(min=0).long()[:, None].expand(*key_bias.shape[:2], -1)
@@ -60,7 +60,7 @@ def first_keys(q: Tensor, k: Tensor, first: Tensor, last: Tensor, scores: Scores
         own, bound = scores.softcap * (own / scores.softcap).tanh(), bound.clamp(max=scores.softcap)
     least = reference(scores.key_bias, last) + own - bound - math.log(k.shape[1] * 2**24)
     rising = scores.key_bias.detach().cummax(2).values
-    # a key that is NaN bounds nothing, nor does a product that fp16 cannot hold
+    # NaN bounds nothing, nor does a product too great for fp16
     least = least.nan_to_num(nan=-math.inf, posinf=-math.inf)
     keys = torch.searchsorted(rising, least, out_int32=True)
     # they do not decrease along a row, as tiles assume

@@ -5,9 +5,9 @@ every tensor map anew: an attention() forward and backward took 1.6 ms of an H20
 3.7.1. If shapes, strides, dtypes and alignment match an earlier call, the compiled kernel is known,
 and a tensor map is a function of the address. The caller's key must cover all four.
 
-Launches call the C function below Triton's launcher. Its Python (`runner`) serves AMD's GPUs,
-profilers that hook into launches, and versions that have not run. A CUDA graph
-(memory.cuda_graphs) spares the rest of the host's time, too.
+Launches call the C function below Triton's launcher. AMD's GPUs, hooks of profilers and untried
+versions get the launcher itself (`runner`). A CUDA graph (memory.cuda_graphs) spares the rest of
+the host's time, too.
 """
 
 from __future__ import annotations
