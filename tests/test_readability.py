@@ -14,21 +14,21 @@ from tests.processes import ROOT
 # size added: "Every mask at full speed" 500 to kernels, "The longest sequence on your card" 350 to
 # model and planner, "Contexts that teach" 700 to data and evaluation, and tests of these
 BUDGETS = {
-    "longctx": 36400,
+    "longctx": 38450,
     "kernels": 7200,
     "spec": 1450,
     "attention": 2150,
-    "hf": 3100,
-    "model": 3050,
+    "hf": 3800,
+    "model": 4250,
     "parallel": 1100,
     "data": 3800,
     "runs": 1900,
-    "planner": 1950,
+    "planner": 2100,
     "training": 6000,
     "evaluation": 2200,
     "the rest": 2500,
-    "tests": 21700,
-    "benchmarks": 3950,
+    "tests": 23000,
+    "benchmarks": 4100,
 }
 # The parts that are over it, and by how many lines at most: a number here only gets smaller
 OVER: dict[str, int] = {}
