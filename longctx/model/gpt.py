@@ -223,15 +223,10 @@ class GPT(nn.Module):
         `mask` is bound, of whole sequences: `length` tokens and padding.
         """
         angles = self.angles(mask, shards, (len(tokens), length), tokens.device)
-        x = self.embedded(tokens)
-        # Autocast leaves embeddings in fp32, so the residual stream would take twice the memory
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
         # Each window's mask is made once, for all layers that have it
         windows = [self.config.window_of(n) for n in range(len(self.blocks))]
         masks = {w: shards.mask(mask if w is None else mask.windowed(w)) for w in set(windows)}
-        x = self._through_blocks(x, angles, [masks[w] for w in windows])
-        return self.norm(x)
+        return self.norm(self._through_blocks(tokens, angles, [masks[w] for w in windows]))
 
     def angles(
         self, mask: Mask, shards: Shards, shape: tuple[int, int], device: torch.device
@@ -257,22 +252,30 @@ class GPT(nn.Module):
         x = self.embed(tokens)
         factor = self.config.multipliers.embedding
         # Rounded to the weight's dtype, as Gemma does
-        return x if factor == 1 else x * torch.tensor(factor, dtype=x.dtype).item()
+        x = x if factor == 1 else x * torch.tensor(factor, dtype=x.dtype).item()
+        # Autocast leaves embeddings in fp32, so the residual stream would take twice the memory
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return x
 
     def logits(self, x: Tensor, lm_head: Tensor) -> Tensor:
         """Return the logits (..., V) of the normed x (..., C)."""
         m = self.config.multipliers
         return shaped(F.linear(x, lm_head), m.logits, m.logit_softcap)
 
-    def _through_blocks(self, x: Tensor, angles: list[Angles], masks: list[Mask]) -> Tensor:
+    def _through_blocks(self, tokens: Tensor, angles: list[Angles], masks: list[Mask]) -> Tensor:
         """Return x (B, T, C) after all blocks; the memory policy decides what they save."""
+        # No name holds the first x while later blocks run: it may be a quarter of all memory
         training, tile = torch.is_grad_enabled(), self.memory.mlp_tile or 0
         recompute = self.memory.recompute if training else "none"
         if recompute != "none" and torch.compiler.is_compiling():
             # torch.compile of the whole model cannot trace what saves its own activations
-            return torch.compiler.disable(self._through_blocks)(x, angles, masks)
+            return torch.compiler.disable(self._through_blocks)(tokens, angles, masks)
         if recompute == "block":
-            return checkpointed_blocks(self.blocks, x, angles, masks, self.memory)
+            return checkpointed_blocks(
+                self.blocks, self.embedded(tokens), angles, masks, self.memory
+            )
+        x = self.embedded(tokens)
         for block, own, mask in zip(self.blocks, angles, masks, strict=True):
             if recompute == "mlp":
                 x = block.calling(checkpointed_mlp, x, own, mask, tile).view(x.shape)

@@ -49,10 +49,10 @@ def checkpointed_blocks(
     flat = {id(pair): _flat(pair) for pair in angles}
     of_blocks = [flat[id(pair)] for pair in angles]
     tape = _Tape(blocks, x.shape, of_blocks, masks, memory, x.device)
-    y = x.reshape(1, -1, x.shape[-1])
+    x = x.reshape(1, -1, x.shape[-1])
     for i, block in enumerate(blocks):
-        y = block.calling(lambda own, y, i: _Block.apply(y, tape, i, *_trained(own)), y, i)
-    return y.view(x.shape)
+        x = block.calling(lambda own, x, i: _Block.apply(x, tape, i, *_trained(own)), x, i)
+    return x.view(tape.shape)
 
 
 def checkpointed_mlp(block: Any, x: Tensor, angles: Angles, mask: Mask, tile: int) -> Tensor:

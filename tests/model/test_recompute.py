@@ -143,6 +143,17 @@ def test_without_gradients_tiles_give_the_same_logits(way, monkeypatch):
     assert max(longest[: CONFIG.layers]) <= (model.memory.mlp_tile or B * T) + 128
 
 
+def test_more_layers_take_no_more_memory_without_gradients():
+    """The first x is a quarter of it, and gone in the second block."""
+    peaks = []
+    for depth in (1, 3):
+        model = make(WAYS["tiles"], replace(CONFIG, layers=depth))
+        with LiveMemory() as live, torch.no_grad():
+            model(*batch(), "none")
+        peaks.append(live.peak)
+    assert peaks[1] <= 1.02 * peaks[0]
+
+
 @pytest.mark.skipif(not HAS_TRITON, reason="the kernels of a GPU are traced by their shapes")
 @pytest.mark.parametrize("tokens", [32768, 65536, 262144])
 @pytest.mark.parametrize("name", ["1b", "8b"])
