@@ -93,8 +93,8 @@ def speed(options: Options) -> Iterator[Row]:
         room = hardware.chip(torch.cuda.get_device_name(), options.gib * GIB).usable
     for side in options.lengths:
         workload = replace(run.workload, seq_len=2 * side)
-        smallest = fitting.ways(workload)[-1][-1]
-        workload = fitting.first_that_fits(workload, room, options.host_gib * GIB) or smallest
+        found = fitting.first_that_fits(workload, room, options.host_gib * GIB)
+        workload = found or fitting.smallest(workload)[-1]
         row = point(replace(run, workload=workload), options.steps, 1, gib=options.gib)
         yield row | {"case": "longctx", "side": side, "gib": row["measured_gib"]}
     yield from of_trl(options, timed)

@@ -9,8 +9,9 @@ do not fit, are clearly slower, or need host memory.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import product
 from math import lcm
 from typing import Any
@@ -27,7 +28,7 @@ LEFT_FREE = 0.05  # of the GPU, if no dry run checks a decision
 SURE = 0.95  # a speed of less than this share of another is slower
 CLEARLY_FASTER = 1.1  # times another backend's speed, to be told at the start
 # Values that memory=auto tries with each policy for keys left null, the plain ones first.
-# Finer shares on the host add up to 4% of length, and double the second that a search takes.
+# Finer shares on the host add up to 4% of length.
 SEARCHED: dict[str, tuple[Any, ...]] = {
     "optimizer_state": ("fp32", "host"),
     "keep_every": (1, 2, 4, 8),
@@ -36,26 +37,52 @@ SEARCHED: dict[str, tuple[Any, ...]] = {
     "offload": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
     "mlp_tile": (0, 32768, 8192),
 }
+# Settings of one way: by share on the host, those that differ in tiles and loss chunk alone
+Way = list[list[MemoryConfig]]
 
 
-def ways(workload: Workload) -> list[list[Workload]]:
-    """Return `workload` with each choice that memory= and optimizer= leave open, plain ones first.
-    Steps of one list differ in tiles alone, and are predicted to take the same time.
+def ways(workload: Workload) -> list[Way]:
+    """Return the settings that memory= and optimizer= leave open in `workload`, plain ones first.
+
+    In a way, a later share on the host takes less of the GPU, more of the host and more time, and a
+    later tile less of the GPU and the same time.
     """
-    memory, states = workload.memory, workload.optimizer.traits.states
-    each = list[list[Workload]]()
-    # A policy by name has its own values in place of nulls
-    is_open = {name: memory.policy == "auto" and getattr(memory, name) is None for name in SEARCHED}
-    is_open["heads_at_once"] &= workload.context == 1
-    options = [x if is_open[name] else (getattr(memory, name),) for name, x in SEARCHED.items()]
-    for policy, *timed in product(memory.policies(), *options[:-1]):
-        keys = (dict(zip(SEARCHED, (*timed, tile), strict=True)) for tile in options[-1])
-        way = [replace(memory, **chosen).filled(policy) for chosen in keys]
-        way = [x for x in way if x.optimizer_state in states and not x.contradiction(policy)]
-        # Without tiles the projections of all heads exist at one time
-        way = [x for x in way if x.mlp_tile or not (x.heads_at_once and is_open["heads_at_once"])]
-        each += [[replace(workload, memory=chosen) for chosen in way]] if way else []
-    return each
+    memory = tuple(vars(workload.memory).values())
+    return _ways(memory, workload.optimizer.traits.states, workload.context == 1)
+
+
+@cache
+def _ways(keys: tuple[Any, ...], states: Sequence[str], is_alone: bool) -> list[Way]:
+    memory, options = MemoryConfig(*keys), dict[str, tuple[Any, ...]]()
+    for name, values in SEARCHED.items():
+        given, is_open = getattr(memory, name), memory.policy == "auto"
+        is_open &= is_alone or name != "heads_at_once"
+        # A policy by name has its own values in place of nulls
+        options[name] = values if is_open and given is None else (given,)
+    searches_heads = len(options["heads_at_once"]) > 1
+
+    def settings(recompute: str, *values: Any) -> Iterator[MemoryConfig]:
+        """Yield the possible ones of each policy and tile."""
+        for policy, tile in product(memory.policies(), options["mlp_tile"]):
+            x = replace(memory, **dict(zip(SEARCHED, (*values, tile), strict=True))).filled(policy)
+            is_possible = x.optimizer_state in states and not x.contradiction(policy)
+            # Without tiles the projections of all heads exist at one time
+            is_possible &= bool(x.mlp_tile or not (x.heads_at_once and searches_heads))
+            if is_possible and x.recompute == recompute:
+                yield x
+
+    kinds = dict.fromkeys(memory.filled(policy).recompute for policy in memory.policies())
+    *timed, shares, _ = options.values()
+    each = (
+        [found for share in shares if (found := list(settings(*chosen, share)))]
+        for chosen in product(kinds, *timed)
+    )
+    return [way for way in each if way]
+
+
+def smallest(workload: Workload) -> list[Workload]:
+    """Return the step of each way of `workload` that takes least of the GPU."""
+    return [replace(workload, memory=way[-1][-1]) for way in ways(workload)]
 
 
 def fits(workload: Workload, gpu: float, host: float) -> bool:
@@ -96,9 +123,28 @@ def first_that_fits(
     """Return `workload` within so many bytes of GPU and host memory, as fast as it goes on `chip`;
     of an unknown one as plain as it goes.
     """
-    # The fastest first, of equal ones the plainest: to ask if a step fits takes longer
-    fastest = sorted(ways(workload), key=lambda way: -tokens_per_second(way[0], chip))
-    return next((step for way in fastest for step in way if fits(step, gpu, host)), None)
+
+    def step(memory: MemoryConfig) -> Workload:
+        return replace(workload, memory=memory)
+
+    # No step of a way is faster than its first: a way that promises less than a step that was found
+    # is not asked if it fits
+    each = ways(workload)
+    promised = [tokens_per_second(step(way[0][0]), chip) for way in each]
+    best, speed = len(each), -1.0
+    fastest: list[MemoryConfig] = []
+    for n in sorted(range(len(each)), key=lambda n: -promised[n]):
+        if (promised[n], -n) < (speed, -best):
+            break
+        # The smallest share with which the GPU has room is the fastest, and takes least of the host
+        i = bisect_left(each[n], True, key=lambda share: predict(step(share[-1]), gpu).peak <= gpu)
+        if i == len(each[n]) or not fits(step(each[n][i][-1]), gpu, host):
+            continue
+        share = each[n][i]
+        own = tokens_per_second(step(share[-1]), chip)
+        if (own, -n) > (speed, -best):  # of equal ones the plainest
+            best, speed, fastest = n, own, share
+    return next((step(memory) for memory in fastest if fits(step(memory), gpu, host)), None)
 
 
 def decide(workload: Workload, chip: Chip, host: float, merge: bool = False) -> Workload:
@@ -106,13 +152,15 @@ def decide(workload: Workload, chip: Chip, host: float, merge: bool = False) -> 
     # With `merge`, a step first gets as few micro-batches as fit with the fastest policy, since a
     # GPU waits for the host between small kernels
     for larger in merged(workload) if merge else [workload]:
-        plainest = ways(larger)[0][0]  # nothing is faster
+        plainest = replace(larger, memory=ways(larger)[0][0][0])  # nothing is faster
         if fits(plainest, room(chip), host):
             return plainest
     if fit := first_that_fits(workload, room(chip), host, chip):
         return fit
-    least = [(way[-1], predict(way[-1])) for way in ways(workload)]
-    return min(least, key=lambda x: (not fits_host(x[0], x[1], host), x[1].peak))[0]
+    shares = [share for way in ways(workload) for share in way]
+    least = [replace(workload, memory=share[-1]) for share in shares]
+    each = [(step, predict(step)) for step in least]
+    return min(each, key=lambda x: (not fits_host(x[0], x[1], host), x[1].peak))[0]
 
 
 def merged(workload: Workload) -> list[Workload]:
@@ -139,15 +187,31 @@ def longest(
     best: Workload | None = None
     for at in reversed(candidates):  # the longest come last
         unit = lcm(multiple, at(multiple).context)
-        for *_, way in reversed(ways(at(multiple))):
+        for way in reversed(ways(at(multiple))):
             lengths = range(unit, limit + 1, unit)[best.seq_len // unit if best else 0 :]
-            # Most ways are no longer: the first length is tried before those in the middle
-            if lengths and fits(replace(at(lengths[0]), memory=way.memory), gpu, host):
-                n = bisect_left(
-                    lengths, 1, key=lambda n: not fits(replace(at(n), memory=way.memory), gpu, host)
-                )
-                best = at(lengths[n - 1])
+            if tokens := _longest_in(way, at, lengths, gpu, host):
+                best = at(tokens)
     return best and first_that_fits(best, gpu, host, chip)
+
+
+def _longest_in(
+    way: Way, at: Callable[[int], Workload], lengths: range, gpu: float, host: float
+) -> int:
+    """Return the last of `lengths` that fits with a share on the host of `way`; 0 if none does."""
+
+    def lacks(memory: MemoryConfig, tokens: int) -> bool:
+        return not fits(replace(at(tokens), memory=memory), gpu, host)
+
+    longest = 0
+    for *_, memory in reversed(way):
+        # Most ways are no longer: the first length is tried before those in the middle, and smaller
+        # shares on the host take more of the GPU
+        if not lengths or predict(replace(at(lengths[0]), memory=memory), gpu).peak > gpu:
+            break
+        if not lacks(memory, lengths[0]):
+            n = bisect_left(lengths, True, key=partial(lacks, memory))
+            longest, lengths = lengths[n - 1], lengths[n:]
+    return longest
 
 
 def one_row(workload: Workload) -> Callable[[int], Workload]:

@@ -122,11 +122,10 @@ def check_fits(step: Workload, machine: Machine) -> None:
     than `machine` has, with all settings left open by memory=. A prediction may be wrong.
     """
     there, clearly = limits(step, machine), CLEARLY[step.device]
-    possible = [way[-1] for way in fitting.ways(step)]
     host_limit = clearly * there.host + fitting.HOST_LEFT
-    if any(fitting.fits(policy, clearly * there.total, host_limit) for policy in possible):
+    if fitting.first_that_fits(step, clearly * there.total, host_limit):
         return
-    smallest = min(possible, key=lambda policy: predict(policy).peak)
+    smallest = min(fitting.smallest(step), key=lambda step: predict(step).peak)
     predicted = predict(smallest)
     text = f"{fitting.on_host(smallest, predicted) / GIB:,.1f} GiB of host memory"
     total = there.host

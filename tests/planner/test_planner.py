@@ -4,6 +4,7 @@ answers hang together.
 
 import json
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -170,6 +171,33 @@ def test_the_longest_sequence_is_found(words, gpu, host, tokens):
     assert found.seq_len == pytest.approx(tokens, rel=0.02)
     policy = fitting.longest([lambda n: with_policy(at(n), "long")], fitting.room(chip), host * GIB)
     assert policy is not None and policy.seq_len <= found.seq_len
+
+
+@pytest.mark.parametrize(("words", "gpu", "host"), FIGURES["exhaustive"])
+def test_a_search_finds_what_trying_everything_finds(words, gpu, host):
+    chip = hardware.chip(gpu)
+    limits = fitting.room(chip), host * GIB
+    step = workload(*words.split(), seq_len=16384, batch_size=1, accumulate=1)
+    names = [name for name in fitting.SEARCHED if getattr(step.memory, name) is None]
+    each = product(step.memory.policies(), *(fitting.SEARCHED[name] for name in names))
+    keys = [(policy, dict(zip(names, values, strict=True))) for policy, *values in each]
+    filled = [replace(step.memory, **own).filled(policy) for policy, own in keys]
+    # Heads at a time are searched with tiles alone
+    open_heads = step.memory.heads_at_once is None
+    filled = [x for x in filled if x.mlp_tile or not (x.heads_at_once and open_heads)]
+    memories = [x for x in filled if not x.contradiction(x.policy)]
+    unit, longest = 2048, 0
+    for memory in memories:
+        while fitting.fits(replace(step, seq_len=longest + unit, memory=memory), *limits):
+            longest += unit
+    found = fitting.longest([lambda n: replace(step, seq_len=n)], *limits, unit, chip=chip)
+    assert found is not None and found.seq_len == longest
+    for tokens in (longest // 2, longest):
+        steps = [replace(step, seq_len=tokens, memory=memory) for memory in memories]
+        fit = [fitting.tokens_per_second(x, chip) for x in steps if fitting.fits(x, *limits)]
+        best = fitting.first_that_fits(replace(step, seq_len=tokens), *limits, chip)
+        assert best is not None and fitting.fits(best, *limits)
+        assert fitting.tokens_per_second(best, chip) == max(fit)
 
 
 def test_a_step_has_few_micro_batches():

@@ -101,6 +101,6 @@ def test_what_an_optimizer_cannot_do_is_refused_and_not_chosen(own):
             cli.compose("train", ["optimizer.name=momentum", *overrides])
     request = cli.compose("train", ["optimizer.name=momentum", "model=1b"]).config
     config = sample_run(request, "cuda").workload
-    ways = [way[0] for way in fitting.ways(replace(config, memory=MemoryConfig()))]
-    assert {chosen.memory.optimizer_state for chosen in ways} == {"fp32"}
-    assert predict(ways[0]).gpu[OPTIMIZER] == 4 * config.model.parameters()
+    steps = fitting.smallest(replace(config, memory=MemoryConfig()))
+    assert {step.memory.optimizer_state for step in steps} == {"fp32"}
+    assert predict(steps[0]).gpu[OPTIMIZER] == 4 * config.model.parameters()

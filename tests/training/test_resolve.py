@@ -294,8 +294,7 @@ def test_what_may_run_is_not_refused(overrides, machine):
     assert isinstance(config.seq_len, int)
     device = "cpu" if machine is CPU else "cuda"
     work = workload_of(config, device, config.seq_len)
-    smallest = (way[-1] for way in fitting.ways(work))
-    needed = min(predict(step).peak for step in smallest) / 1.2  # by a fifth too much
+    needed = min(predict(step).peak for step in fitting.smallest(work)) / 1.2  # by a fifth too much
     if machine.gpu is None:
         check_fits(work, replace(machine, host_memory=needed))
     else:
