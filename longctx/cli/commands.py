@@ -321,6 +321,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command(TrainConfig, _train),
     "resume": Command(options.ResumeOptions, _resume, trains=True),
     "eval": Command(EvalConfig, _evaluate),
+    "score": Command(eval_config.ScoreConfig, _evaluate),
     "generate": Command(GenerateConfig, partial(_sample, "run")),
     "chat": Command(ChatConfig, partial(_sample, "chat")),
     "plan": Command(PlanOptions, plan, trains=True),

@@ -53,7 +53,7 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
         return from_file(folder / "config.yaml", given | {"resume": str(folder)})
     missing = [name for name in positional(schema) if not given.get(name)]
     fields.refuse_first(f"{x.upper()} is missing: {keys(schema)[x].meaning}" for x in missing)
-    if schema is EvalConfig and "data.path" in given:
+    if issubclass(schema, EvalConfig) and "data.path" in given:
         given.setdefault("data.source", "text")
     if "/" in (data := str(given.get("data.source"))):
         raise ValueError(f"data={data}: not a source; give data=text data.path={data}")
@@ -159,7 +159,7 @@ def given_values(schema: type, arguments: Iterable[str]) -> dict[str, Any]:
         name, equals, text = argument.partition("=")
         is_file = not equals and argument.endswith((".yaml", ".yml"))
         # A path needs no key in commands that name no other file
-        if is_file and (schema is EvalConfig or not positional(schema)):
+        if is_file and (issubclass(schema, EvalConfig) or not positional(schema)):
             files.append(argument)
         elif is_path(schema, argument):
             paths.append(argument)

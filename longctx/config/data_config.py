@@ -25,7 +25,7 @@ class DataConfig(Group):
         and `label`; set by objective=
     turns: conversations: the answers that are learned; all, those of the last turn, or (auto) all
         unless the template rewrites earlier turns, as Qwen3's does
-    filter: gzip leaves out documents that compress least or most; the FILE.jsonl of eval.py score=
+    filter: gzip leaves out documents that compress least or most; the FILE.jsonl of longctx score
         those that gain least from a long context. data.keep is the share that stays
     lengths: weights by the tokens of a document, such as {8k-32k: 2, 32k-: 5}; others: 1
     packing: several documents in a sequence; false: one in each, for a model whose layers mix them

@@ -1,4 +1,4 @@
-"""The keys of eval.py, `longctx generate` and `chat`: a trained model, and what it is asked."""
+"""The keys of eval.py, `longctx score`, `generate` and `chat`: a trained model, and its task."""
 
 from __future__ import annotations
 
@@ -10,18 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from longctx.attention.description import DESCRIPTIONS, AttentionConfig
+from longctx.config import fields
 from longctx.config.data_config import DataConfig
-from longctx.config.fields import (
-    DEVICE,
-    MODEL,
-    PLUGINS,
-    PRECISION,
-    SEEDS,
-    Group,
-    group,
-    key,
-    positive,
-)
+from longctx.config.fields import DEVICE, MODEL, PLUGINS, PRECISION, Group, group, key, positive
 from longctx.config.layout_config import ContextConfig, StrategyConfig
 
 SHORTEST = 128  # tokens of a text with pass keys
@@ -59,7 +50,7 @@ class RulerConfig:
     lengths: list[int] | None = key(None, **LENGTHS)
     samples: int = positive(20, "texts for each task and length; RULER takes 500", limit=10**6)
     tasks: list[str] | None = key(None, "null: all 11", choices=RULER_TASKS, distinct=True)
-    seed: int = key(42, "of the texts", between=SEEDS)
+    seed: int = key(42, "of the texts", between=fields.SEEDS)
 
     @property
     def chosen(self) -> list[str]:
@@ -77,7 +68,6 @@ class EvalConfig(Group):
 
     seq_len: tokens that the model sees at most; null: the length that the run trained at
     stride: tokens from one window to the next; null: half of seq_len
-    score: write how much each document gains by seq_len over the shortest of contexts: FILE.jsonl
     contexts: lengths to score the same tokens at; null: 1024 (or an eighth) … seq_len; []: none
     batch_size: windows per forward; null: 65,536 tokens on a GPU, 4,096 on a CPU
     wandb: send the result there too: disabled | auto | online | offline
@@ -90,7 +80,6 @@ class EvalConfig(Group):
     split: str = key("val", "the run's own documents: val | train", choices=("val", "train"))
     documents: int | None = positive(None, "documents to score at most", limit=10**12)
     contexts: list[int] | None = key(None, between=(2, inf), unit=1024)
-    score: Path | None = key(None, suffix=".jsonl", compared=False)
     batch_size: int | None = positive(None, limit=10**12, compared=False)
     device: str = key("auto", DEVICE, choices=("auto", "cpu", "cuda"), compared=False)
     devices: int = positive(1, "GPUs, or processes on a CPU", limit=4096, compared=False)
@@ -123,7 +112,6 @@ class EvalConfig(Group):
         if len(chosen) > 1:
             yield f"{chosen[0]}: another evaluation than {chosen[1]}; call eval.py once for each"
         ignored = [] if not chosen else ["contexts", "stride"]
-        ignored += ["score"] if chosen else []
         ignored += ["batch_size"] if chosen and not self.tasks else []
         ignored = [name for name in ignored if getattr(self, name) is not None]
         # Each device answers texts of its own
@@ -134,6 +122,30 @@ class EvalConfig(Group):
         for name, texts in (("passkey", self.passkey), ("ruler", self.ruler)):
             if texts.lengths is not None and self.seq_len is not None:
                 yield f"seq_len={self.seq_len}: {name}.lengths gives the lengths; leave one out"
+
+
+@dataclass
+class ScoreConfig(EvalConfig):
+    """Write how much each document gains from a long context.
+
+    longctx score runs/NAME split=train out=scored.jsonl
+    longctx score OWNER/NAME data=text data.path=docs/ seq_len=32k short=4k
+
+    out: a line for each document: what its tokens gain by seq_len over short; a picture: .png
+    short: tokens of the short context; null: 1,024, or an eighth of a seq_len below 8,192
+    """
+
+    out: Path = key(Path("scored.jsonl"), suffix=".jsonl", compared=False)
+    short: int | None = key(None, between=(2, inf), unit=1024)
+    contexts: list[int] | None = key([], between=(2, inf), unit=1024)
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for keys that contradict each other, or score no documents."""
+        if self.tasks or self.passkey.enabled or self.ruler.enabled:
+            yield "tasks=, passkey=, ruler=: score no documents; give them to longctx eval"
+        if str(self.out) in self.data.paths():
+            yield f"out={self.out}: the scores would replace the documents; give another file"
+        yield from super().problems()
 
 
 def check_overrides(config: EvalConfig, overrides: Mapping[str, str]) -> None:
@@ -157,9 +169,11 @@ def check_overrides(config: EvalConfig, overrides: Mapping[str, str]) -> None:
         reasons["context.method"] = "does nothing with context=1"
     if config.tasks:
         reasons |= dict.fromkeys(("data", "split"), "tasks bring their own documents")
-    for name, reason in reasons.items():
-        if name in overrides:
-            raise ValueError(f"{name}={overrides[name]}: {reason}; leave {name} out")
+    fields.refuse_first(
+        f"{name}={overrides[name]}: {reason}; leave {name} out"
+        for name, reason in reasons.items()
+        if name in overrides
+    )
 
 
 def default_lengths(limit: int) -> list[int]:
@@ -185,7 +199,7 @@ class SampleConfig(Group):
     temperature: float = key(0.8, "0: always the likeliest; 1: unchanged", between=(0.0, 100.0))
     top_k: int | None = positive(None, limit=2**31, needs="temperature")
     top_p: float | None = key(None, above=0, between=(0, 1), needs="temperature")
-    seed: int = key(1, "of the choices", between=SEEDS)
+    seed: int = key(1, "of the choices", between=fields.SEEDS)
     device: str = key("auto", DEVICE, choices=("auto", "cpu", "cuda"))
     precision: str = key("auto", PRECISION, choices=("auto", "bf16", "fp32"))
     attention: str | None = key(None, "backend; null: the run's, or flash", choices=DESCRIPTIONS)

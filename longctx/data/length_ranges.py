@@ -21,7 +21,7 @@ def check_selection(config: DataConfig) -> None:
     """Raise ValueError for wrong ranges of lengths, and for a filter that is none."""
     length_ranges(config)
     is_known = config.filter in (None, "gzip") or str(config.filter).endswith(".jsonl")
-    advice = "gzip, or the FILE.jsonl that eval.py score=FILE.jsonl writes"
+    advice = "gzip, or the FILE.jsonl that longctx score writes"
     refuse((not is_known, f"data.filter={config.filter}: {advice}"))
 
 

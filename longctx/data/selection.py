@@ -91,7 +91,7 @@ def _gains(store: Store, corpus: Corpus, config: DataConfig) -> np.ndarray:
     gains = np.array([found.get(key.tobytes(), np.nan) for key in store.texts])
     missing = np.flatnonzero(np.isnan(gains))
     problem = f"data.filter={file}: {len(missing):,} of {len(store):,} documents have no score"
-    advice = "score the same documents by eval.py score="
+    advice = "score the same documents by longctx score"
     for document in missing[:1]:
         raise ValueError(f"{problem}, such as {store.name(document)}; {advice}")
     return gains

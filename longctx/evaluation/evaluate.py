@@ -22,7 +22,7 @@ import torch
 from longctx import files, plugins
 from longctx.attention import kernels_run
 from longctx.attention.description import AUTO, AttentionConfig
-from longctx.config import presets
+from longctx.config import eval_config, presets
 from longctx.config.asked import divisions, workload_of
 from longctx.config.eval_config import SHORTEST, TOKENS_PER_BATCH, EvalConfig, default_lengths
 from longctx.config.fields import keys, refuse
@@ -31,7 +31,7 @@ from longctx.config.train_config import TrainConfig
 from longctx.data.chat import Template, has_template
 from longctx.data.dataset import EncodedDocument
 from longctx.evaluation import passkey, results, ruler
-from longctx.evaluation.gain import check_gains, write_gains
+from longctx.evaluation.gain import longer_documents, write_gains
 from longctx.evaluation.load import TrainedModel, build_model, of_run, of_source, open_model
 from longctx.evaluation.passkey import TOKENS_TOGETHER
 from longctx.evaluation.perplexity import perplexity
@@ -106,6 +106,8 @@ def evaluate(request: Request[EvalConfig], processes: Launched) -> int:
             with within_memory(device):
                 stem, content = measure(setup, scorer)
             results.show(content)
+            if isinstance(setup.config, eval_config.ScoreConfig):
+                print(setup.config.out, setup.config.out.with_suffix(".png"), sep="\n")
             print(results.save(content, stem, setup.model, request.config.wandb))
             # Nothing can fail any more, so the other ranks may leave.
             scorer.end()
@@ -155,8 +157,8 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
     model.model.check_length(longest, "seq_len")
     strategy = choose_strategy(config, model.model, machine, dtype_of(precision))
     # An hour of scoring must not end at a folder that cannot be written.
-    if config.score is not None:
-        files.check_writable(config.score.absolute().parent)
+    if isinstance(config, eval_config.ScoreConfig):
+        files.check_writable(config.out.absolute().parent)
     results_folder = (model.home / evaluations.FOLDER).absolute()
     there = (path for path in (results_folder, *results_folder.parents) if path.exists())
     files.check_writable(next(there))
@@ -232,7 +234,7 @@ def measure(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
     began = time.perf_counter()
     stem, content = measure_kind(setup, scorer)
     backend = config.attention.backend
-    decisive = [key for key in asdict(config) if keys(EvalConfig)[key].compared]
+    decisive = [key for key in asdict(config) if keys(type(config))[key].compared]
     about = {
         "asked": {key: asdict(config)[key] for key in decisive},
         "checkpoint": str(setup.model.file),
@@ -247,17 +249,20 @@ def measure(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
 def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
     """Score the documents; ValueError if they have no target token."""
     config, is_gpu = setup.config, setup.device == "cuda"
-    contexts = default_lengths(setup.context) if config.contexts is None else config.contexts
-    sizes = setup.context, config.stride, setup.batch_size
-    shortest = min([*contexts, setup.context])
-    if config.score is not None:
-        check_gains(config.score, setup.documents(), setup.context, shortest)
+    usual, sizes = default_lengths(setup.context), (setup.context, config.stride, setup.batch_size)
+    tokens = setup.context * setup.batch_size  # of a forward
+    contexts = usual if config.contexts is None else config.contexts
+    gains: dict[str, Any] = {}
     with Progress("tokens") as progress:
+        if isinstance(config, eval_config.ScoreConfig):
+            # First, since it refuses what cannot gain before an hour of scoring
+            short = config.short or min([*usual, setup.context])
+            longer = longer_documents(setup.documents(), setup.context, short)
+            size = max(1, tokens // short)
+            near = perplexity(scorer, longer, short, batch_size=size, on_batch=progress.count)
         result = perplexity(scorer, setup.documents(), *sizes, contexts, progress.count)
-        gains: dict[str, Any] = {}
-        if config.score is not None:
-            given = setup.documents(), result, shortest, setup.context * setup.batch_size
-            gains = write_gains(config.score, scorer, *given, progress.count)
+        if isinstance(config, eval_config.ScoreConfig):
+            gains = write_gains(config.out, result, near)
     content = {
         "scored": setup.source,
         "precision": setup.precision,

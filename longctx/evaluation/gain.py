@@ -1,4 +1,4 @@
-"""What a long context is worth to each document: eval.py score=FILE.jsonl.
+"""What a long context is worth to each document: longctx score MODEL out=FILE.jsonl.
 
 Every document is scored by sliding windows of the context and of a shorter one. Its gain is the
 nats for each target token that the longer one saves. LongFilter (arXiv 2510.25804) trains on
@@ -9,58 +9,38 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from longctx import files
 from longctx.config.fields import refuse
 from longctx.data.dataset import EncodedDocument
-from longctx.evaluation.perplexity import Perplexity, perplexity
-from longctx.evaluation.score import OnBatch, Scorer
+from longctx.evaluation.perplexity import Perplexity
 
 SHOWN = 5  # documents with the largest gains, and with the smallest
-BAR = 40  # characters for the largest gain
+NAME = 40  # last characters of a document's name in the picture
+Row = dict[str, Any]
+Documents = Iterable[EncodedDocument]
 
 
-def check_gains(path: Path, documents: Iterable[EncodedDocument], context: int, short: int) -> None:
-    """Raise ValueError if none of `documents` can gain, which is told before an hour of scoring."""
-    equal = f"score={path}: contexts= has no length below seq_len={context}, to compare with"
-    refuse((short >= context, equal))
-    problem = f"score={path}: no document has more than {short:,} tokens, so none gains by more"
-    holds_all = all(len(document.ids) <= short for document in documents)
-    refuse((holds_all, f"{problem}; give longer ones, or shorter contexts=[N]"))
+def longer_documents(documents: Documents, context: int, short: int) -> Documents:
+    """Return the documents of more than `short` tokens; ValueError if none could gain."""
+    problem = f"short={short}: not below seq_len={context}, so nothing gains; give fewer tokens"
+    refuse((short >= context, problem))
+    found = (document for document in documents if len(document.ids) > short)
+    first = list(islice(found, 1))
+    refuse((not first, f"short={short}: no document has more tokens, so none gains; give fewer"))
+    return chain(first, found)
 
 
-def write_gains(
-    path: Path,
-    scorer: Scorer,
-    documents: Iterable[EncodedDocument],
-    long: Perplexity,
-    short: int,
-    tokens: int,
-    on_batch: OnBatch = lambda tokens: None,
-) -> dict[str, list[dict[str, Any]]]:
-    """Score `documents`, which `long` has scored, with `short` tokens of context; write a line for
-    each, and return the best and worst and the gain by position. A forward takes `tokens` on each
-    data rank.
-
-    A document that `short` tokens hold gains 0; see `check_gains`.
+def write_gains(path: Path, long: Perplexity, near: Perplexity) -> dict[str, list[Row]]:
+    """Write a line for each document of `long`, and a picture; return the best and worst, and the
+    gain by position. A document that is not in `near` gains 0.
     """
-    longer = (document for document in documents if len(document.ids) > short)
-    sequences = max(1, tokens // short)
-    near = perplexity(scorer, longer, short, batch_size=sequences, on_batch=on_batch)
-    rows = gains_of(long, near)
-    files.write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-    rows = [{key: row[key] for key in ("name", "tokens", "loss", "gain")} for row in rows]
-    rows.sort(key=lambda row: -row["gain"])
-    shown = rows if len(rows) <= 2 * SHOWN else rows[:SHOWN] + rows[-SHOWN:]
-    return {"gains": with_bars(shown), "gain_by_position": with_bars(by_position(long, near))}
-
-
-def gains_of(long: Perplexity, near: Perplexity) -> list[dict[str, Any]]:
-    """Return the line of each document, by the score of the same text in `near`."""
+    # Found by the hash of the text, since `near` lacks some documents
     nats = {score.key: score.nats for score in near.documents}
-    return [
+    rows: list[Row] = [
         {
             "name": score.name,
             "key": score.key.hex(),
@@ -71,25 +51,47 @@ def gains_of(long: Perplexity, near: Perplexity) -> list[dict[str, Any]]:
         for score in long.documents
         if score.tokens
     ]
+    files.write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+    rows = [{key: row[key] for key in ("name", "tokens", "loss", "gain")} for row in rows]
+    rows.sort(key=lambda row: -row["gain"])
+    shown = rows if len(rows) <= 2 * SHOWN else rows[:SHOWN] + rows[-SHOWN:]
+    positions = by_position(long, near)
+    title = f"gain by {long.context:,} tokens of context over {near.context:,}"
+    draw(path.with_suffix(".png"), title, positions, shown)
+    return {"gains": shown, "gain_by_position": positions}
 
 
-def by_position(long: Perplexity, near: Perplexity) -> list[dict[str, Any]]:
+def by_position(long: Perplexity, near: Perplexity) -> list[Row]:
     """Return a row for each power of two of tokens before the targets, from the short context on:
     the documents that it holds have no such targets.
     """
     first = (near.context - 1).bit_length()
     return [
-        {
-            "tokens before": f"{1 << bucket:,}",
-            "tokens": int(tokens),
-            "gain": (nats - saved) / tokens,
-        }
-        for bucket, (tokens, nats, saved) in enumerate(zip(*near.sums, long.sums[1], strict=True))
-        if bucket >= first and tokens
+        {"tokens before": f"{1 << n:,}", "tokens": int(tokens), "gain": (nats - saved) / tokens}
+        for n, (tokens, nats, saved) in enumerate(zip(*near.sums, long.sums[1], strict=True))
+        if n >= first and tokens
     ]
 
 
-def with_bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows, each with a bar as long as its gain."""
-    largest = max([1e-9, *(row["gain"] for row in rows)])
-    return [row | {"": "█" * max(0, round(BAR * row["gain"] / largest))} for row in rows]
+def draw(path: Path, title: str, by_position: list[Row], documents: list[Row]) -> None:
+    """Draw the gain by position, and the gains of the best and worst `documents` by their names."""
+    from matplotlib.figure import Figure  # takes a second, which no other evaluation needs
+
+    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot([row["gain"] for row in by_position], "o-", color="tab:green")
+    ticks = [row["tokens before"] for row in by_position]
+    left.set_xticks(range(len(ticks)), ticks, fontsize=8)
+    left.set(xlabel="tokens before a target, from", ylabel="nats per token", title=title)
+    left.grid(alpha=0.3)
+    gains = [row["gain"] for row in documents]
+    colors = ["tab:green" if gain > 0 else "tab:red" for gain in gains]
+    right.barh(range(len(gains)), gains, color=colors)
+    # A file's name is no formula, whatever it has between dollars
+    names = [files.printable(row["name"])[-NAME:] for row in documents]
+    right.set_yticks(range(len(names)), names, parse_math=False, fontsize=8)
+    right.invert_yaxis()
+    right.locator_params("x", nbins=6)
+    right.set(xlabel="nats per token", title="documents that gain most and least")
+    with files.atomic(path) as partial:
+        figure.savefig(partial, dpi=120)

@@ -13,7 +13,7 @@ from longctx.cli.commands import checked_jobs
 from longctx.cli.options import CompareOptions, ExportOptions
 from longctx.config import presets
 from longctx.config.asked import workload_of
-from longctx.config.eval_config import EvalConfig, GenerateConfig
+from longctx.config.eval_config import GenerateConfig, ScoreConfig
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.runs import run_folder
@@ -69,14 +69,13 @@ def test_a_list_needs_no_brackets_outside_train(text):
         (CompareOptions, "x.html"),
         (ExportOptions, "x"),
         (GenerateConfig, "x.jsonl"),
-        (EvalConfig, "x.jsonl"),
+        (ScoreConfig, "x.jsonl"),
     ],
 )
 def test_the_home_that_a_shell_leaves_is_filled_in(schema, file, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    name = "score" if schema is EvalConfig else "out"
-    config = cli.compose(schema, ["runs/a", f"{name}=~/{file}"]).config
-    assert getattr(config, name) == Path("/home/me", file)
+    config = cli.compose(schema, ["runs/a", f"out=~/{file}"]).config
+    assert config.out == Path("/home/me", file)
 
 
 VALUES = yaml.safe_load(Path(__file__).with_name("values.yaml").read_text())

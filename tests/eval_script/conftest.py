@@ -1,12 +1,12 @@
-"""A run of random weights, and eval.py called on it."""
+"""A run of random weights, and `longctx eval` or `score` called on it."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-import eval as evaluation
 import train
+from longctx import cli
 from tests.eval_script.sample import TEXTS, Evaluate
 
 
@@ -34,8 +34,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluate(run: Path, capsys: pytest.CaptureFixture[str]) -> Evaluate:
     """Evaluates `run`, or `checkpoint` in it, on the CPU: the JSON written and the text printed."""
 
-    def call(*overrides: str, checkpoint: Path = run) -> tuple[dict, str]:
-        assert evaluation.main([f"checkpoint={checkpoint}", "device=cpu", *overrides]) == 0
+    def call(*overrides: str, checkpoint: Path = run, command: str = "eval") -> tuple[dict, str]:
+        assert cli.main([command, f"checkpoint={checkpoint}", "device=cpu", *overrides]) == 0
         output = capsys.readouterr().out
         path = Path("".join(output.split("\n")[-2:]).strip())
         assert path.parent == run / "eval"

@@ -13,10 +13,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from matplotlib.image import imread
 
 import eval as evaluation
 from longctx import files
-from longctx.cli import main as export
+from longctx.cli import main as longctx
 from longctx.data import DataConfig, load
 from longctx.runs import checkpoints, evaluations, run_folder
 from longctx.runs.checkpoint_write import Saving
@@ -122,9 +123,6 @@ MISTAKES = [
     ([*OWN_TEXT, "data.val_fraction=0.5"], "data.val_fraction=0.5"),
     ([*OWN_TEXT, "data.min_tokens=9"], "data.min_tokens=9"),
     ([*OWN_TEXT, "split=val"], "split=val"),
-    (["score=a.jsonl", "contexts=[64]"], "score=a.jsonl: contexts= has no length below"),
-    ([*OWN_TEXT, "score=a.jsonl", "seq_len=9999", "contexts=[9998]"], "score=a.jsonl: no document"),
-    (["score=a.jsonl", "passkey=true"], "score="),
     (["data=text"], "data.path"),
     (["data=text", "data.path={docs}/none.txt"], "data.path={docs}/none.txt"),
     (["data=mix", "data.mix.a.path={docs}"], "data=mix"),
@@ -180,7 +178,7 @@ def test_passkeys_of_a_run_and_of_its_export(run, tmp_path, evaluate, capsys, mo
     assert content["kinds"]["passkey"]["lengths"] == [500, 600]
     assert all(text in output for text in ("passkey: ", "600", "50%"))
 
-    assert export(["export", str(run), str(tmp_path / "out")]) == 0
+    assert longctx(["export", str(run), str(tmp_path / "out")]) == 0
     keys += ["device=cpu", "passkey.lengths=[600]"]
     texts = ["data=text", f"data.path={ROOT / 'README.md'}"]
     assert evaluation.main(["checkpoint=out", *keys, *texts]) == 0
@@ -200,7 +198,7 @@ def test_answers_to_any_file_are_scored(kind, run, tmp_path, capsys, monkeypatch
     write_template(tmp_path / "templates" if kind == "base" else model, CHATML)
     keys = ["data.tokenizer=templates"] if kind == "base" else []
     if kind != "run":
-        assert export(["export", str(model), "out"]) == 0
+        assert longctx(["export", str(model), "out"]) == 0
         model = Path("out")
     turns = [{"role": role, "content": "a rose"} for role in ("user", "assistant")]
     Path("chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
@@ -227,12 +225,32 @@ def test_ruler_of_a_run(evaluate):
     assert evaluate(*keys)[0]["answers"] == content["answers"], "by the seed alone"
 
 
+NOT_SCORED = [
+    (["short=64"], "short=64: not below seq_len=64"),
+    ([*OWN_TEXT, "seq_len=9999", "short=9998"], "short=9998: no document has more"),
+    (["passkey=true"], "tasks=, passkey=, ruler=: score no documents"),
+    (["out={run}/none/a.jsonl"], "{run}/none"),
+    (["data.path={docs}/a.jsonl", "out={docs}/a.jsonl"], "out={docs}/a.jsonl: the scores would"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), NOT_SCORED)
+def test_a_score_that_compares_nothing_is_refused(run, refused, monkeypatch, overrides, message):
+    monkeypatch.setattr("longctx.evaluation.score.Scorer._forward", None)  # before all scoring
+    folders = {"run": run, "docs": run.parents[1] / "docs"}
+    words = [word.format(**folders) for word in [*overrides, "device=cpu"]]
+    refused(longctx(["score", str(run), *words]), f"error: {message.format(**folders)}")
+
+
 def test_gains_choose_the_documents_of_a_run(run, evaluate, tmp_path):
     docs, file = run.parents[1] / "docs", tmp_path / "scored.jsonl"
     words = ["data=text", f"data.path={docs}"]
-    long, printed = evaluate(*words, "seq_len=64", "contexts=[16]", f"score={file}")
+    scored = [*words, "seq_len=64", "short=16", f"out={file}"]
+    long, printed = evaluate(*scored, command="score")
     assert "best and worst" in printed
     assert "gain by position" in printed
+    assert imread(file.with_suffix(".png")).ndim == 3
+    assert long["by_context"] == []
     short, _ = evaluate(*words, "seq_len=16", "contexts=[]")
     far = sum(row["gain"] * row["tokens"] for row in long["gain_by_position"])
     assert far == pytest.approx(short["total"]["nats"] - long["total"]["nats"], abs=0.05)
