@@ -21,6 +21,7 @@ RULER_TASKS = [
     *(f"niah_{kind}_{number}" for kind in ("single", "multikey") for number in (1, 2, 3)),
     *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),
 ]
+MORE_TASKS = ["graphwalks", "mrcr", "oolong"]
 TOKENS_PER_BATCH = {"cuda": 65536, "cpu": 4096}
 
 
@@ -44,12 +45,13 @@ class RulerConfig:
     """RULER's tasks (arXiv 2404.06654), made from a seed and your own text: ruler=true.
 
     lengths: tokens of a text with its answer; null: 4,096, 8,192 … seq_len
+    tasks: null: the 11 of RULER; others are like GraphWalks, MRCR and OOLONG
     """
 
     enabled: bool = key(False, "set by ruler=true", short=True)
     lengths: list[int] | None = key(None, **LENGTHS)
     samples: int = positive(20, "texts for each task and length; RULER takes 500", limit=10**6)
-    tasks: list[str] | None = key(None, "null: all 11", choices=RULER_TASKS, distinct=True)
+    tasks: list[str] | None = key(None, choices=[*RULER_TASKS, *MORE_TASKS], distinct=True)
     seed: int = key(42, "of the texts", between=fields.SEEDS)
 
     @property

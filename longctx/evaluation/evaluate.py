@@ -340,7 +340,7 @@ def answered(
                     "tokens": len(ids),  # of the prompt
                     "outputs": sample.outputs,
                     "answer": answer,
-                    "score": ruler.score(answer, sample.outputs),
+                    "score": ruler.TASKS[task].score(answer, sample.outputs),
                 }
             on_batch(len(batch))
 

@@ -5,6 +5,8 @@ https://github.com/NVIDIA/RULER (synthetic.yaml). Nothing is downloaded, so the 
 user's own documents, and questions about Wikipedia (qa) are left to lm-eval; docs/evaluation.md
 lists every difference. A task makes a text of any size in a unit of its own: words of the essay,
 lines, words of a list. Equal seeds make equal texts, and every size of a text asks the same.
+
+Next to RULER's tasks are three like GraphWalks, MRCR and OOLONG, which run if they are named.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import re
 import string
 import tomllib
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from difflib import SequenceMatcher
 from functools import partial
 from itertools import count, cycle, islice, pairwise, takewhile
 from pathlib import Path
@@ -27,7 +31,8 @@ from longctx.data import Tokenizer
 
 PROMPTS: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 # A list a line. RULER draws from a package; these words are equal on every machine.
-ADJECTIVES, NOUNS = map(str.split, Path(__file__).with_suffix(".txt").read_text().splitlines())
+WORD_LISTS = Path(__file__).with_suffix(".txt").read_text().splitlines()
+ADJECTIVES, NOUNS, WRITTEN, EQUAL = map(str.split, WORD_LISTS)
 WORDS = sorted({*ADJECTIVES, *NOUNS})
 PAIRS = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]  # amber-harbor
 # Of needles in an essay: RULER's niah.py has round(linspace(0, 100, 40))
@@ -35,6 +40,7 @@ DEPTHS = [round(100 * step / 39) / 100 for step in range(40)]
 HOPS = 4  # of a chain of variables
 EXAMPLE_TOKENS = 500  # of the solved example before a chain of variables
 SHORT = 4096  # tokens; lists of words are shorter below
+REACHED = 8  # nodes in an answer of graphwalks at most
 PIECE = 32  # characters of a text without spaces that count as a word
 SENTENCE = 40  # words without an end that count as a sentence
 PROBES = 6  # texts that are made to find the size of a length
@@ -50,14 +56,22 @@ class Sample(NamedTuple):
 Encoded = tuple[Sample, list[int]]  # with the tokens of its prompt
 
 
+def contained(answer: str, outputs: Sequence[str]) -> float:
+    """Return the share of `outputs` in the answer."""
+    # Capitals do not matter, and control characters are ends of lines, as in RULER
+    answer = re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
+    return sum(output.lower() in answer for output in outputs) / len(outputs)
+
+
 class RulerTask(NamedTuple):
-    """How a task makes a text of a size, the tokens of its answers, and the sizes it can have."""
+    """How a task makes a text of a size, the tokens of its answers, its sizes, and its scores."""
 
     make: Callable[[Texts, int, int, random.Random], Sample]  # of a length and a size
     answer: int
     smallest: int
     largest: int = 10**9
     essay: bool = False  # needles are hidden in the user's own text
+    score: Callable[[str, Sequence[str]], float] = contained  # 0 to 1
 
 
 class Texts:
@@ -79,9 +93,8 @@ class Texts:
 
     def samples(self, task: str, length: int) -> Iterator[Encoded]:
         """Return samples as long as `length` allows; ValueError if the smallest are longer."""
-        _, answer, smallest, largest, _ = TASKS[task]
-        numbers = range(self.config.samples)
-        makers = [partial(self.sample, task, length, number) for number in numbers]
+        _, answer, smallest, largest, *_ = TASKS[task]
+        makers = [partial(self.sample, task, length, n) for n in range(self.config.samples)]
         needed = answer + max(len(make(smallest)[1]) for make in makers)
         problem = f"{task} needs {needed:,} tokens at least, {answer} of them for the answer"
         advice = "give greater lengths, or other ruler.tasks"
@@ -242,6 +255,85 @@ def frequent_words(texts: Texts, length: int, size: int, rng: random.Random) -> 
     return Sample(PROMPTS["fwe"].format(context=" ".join(mixed)), coded[:3])
 
 
+def graph_walk(texts: Texts, length: int, size: int, rng: random.Random) -> Sample:
+    """Ask which nodes of a graph of `size` edges a search meets at a depth, or for the parents of a
+    node (GraphWalks, https://huggingface.co/datasets/openai/graphwalks).
+    """
+    depth = rng.randint(0, 3)  # 0: parents, a step against the edges
+    nodes = different(lambda: f"{rng.getrandbits(40):010x}", size // 2)
+    edges = [rng.sample(nodes, 2) for _ in range(size)]
+    nexts = defaultdict[str, set[str]](set)
+    for here, there in edges if depth else map(reversed, edges):
+        nexts[here].add(there)
+    for node in nodes:  # of 16 or more, one has few enough
+        met, found = {node}, {node}
+        for _ in range(max(1, depth)):
+            found = {there for here in found for there in nexts[here]} - met
+            met |= found
+        if 0 < len(found) <= REACHED:
+            break
+    question = PROMPTS["graphwalks_search" if depth else "graphwalks_parents"]
+    context = "\n".join(f"{here} -> {there}" for here, there in edges)
+    asked = question.format(node=node, depth=depth)
+    return Sample(PROMPTS["graphwalks"].format(context=context, question=asked), sorted(found))
+
+
+def f1(answer: str, outputs: Sequence[str]) -> float:
+    """Return the F1 of the words in the answer's first brackets."""
+    found = set(re.findall(r"\w+", answer.partition("]")[0].rpartition("[")[2].lower()))
+    return 2 * len(found & set(outputs)) / (len(found) + len(outputs))
+
+
+def requests(texts: Texts, length: int, size: int, rng: random.Random) -> Sample:
+    """Ask for one of the answers to equal requests, among `size` other ones (MRCR, arXiv
+    2409.12640, https://huggingface.co/datasets/openai/mrcr).
+    """
+    number, prefix = rng.randrange(len(EQUAL)), "".join(rng.choices(string.ascii_letters, k=10))
+    kinds = [f"{form} about the {topic}" for topic in rng.sample(NOUNS, 6) for form in WRITTEN]
+    rng.shuffle(kinds)
+    asked, *others = kinds
+    positions = sorted(rng.choices(range(size + 1), k=len(EQUAL)))
+    lines = inserted(rng.choices(others, k=size), positions, [asked] * len(EQUAL))
+    turns = [(kind, " ".join(rng.choices(WORDS, k=20))) for kind in lines]
+    context = "\n".join(PROMPTS["mrcr_turn"].format(kind=kind, text=text) for kind, text in turns)
+    prompt = PROMPTS["mrcr"].format(
+        context=context, prefix=prefix, number=EQUAL[number], kind=asked
+    )
+    return Sample(prompt, [prefix, [text for kind, text in turns if kind == asked][number]])
+
+
+def match_ratio(answer: str, outputs: Sequence[str]) -> float:
+    """Return how alike the line after the prefix and the text are; 0 without the prefix."""
+    prefix, text = outputs
+    before, _, rest = answer.strip().partition(prefix)
+    return 0.0 if before else SequenceMatcher(None, rest.strip().partition("\n")[0], text).ratio()
+
+
+def labels(texts: Texts, length: int, size: int, rng: random.Random) -> Sample:
+    """Ask how many of `size` lines have a label, or if it is more common than another one (OOLONG,
+    arXiv 2511.02817).
+    """
+    counts, names = rng.random() < 0.5, rng.sample(NOUNS, 4)
+    label, other = rng.sample(names, 2)
+    lines = rng.choices(names, (1, 2, 3, 4), k=size)
+    count, more = lines.count(label), lines.count(label) - lines.count(other)
+    compared = "more common than" if more > 0 else "less common than" if more else "as common as"
+    draw = partial(rng.choice, PAIRS)
+    context = "\n".join(PROMPTS["oolong_line"].format(text=draw(), label=name) for name in lines)
+    asked = PROMPTS["oolong_count" if counts else "oolong_compare"].format(label=label, other=other)
+    prompt = PROMPTS["oolong"].format(context=context, question=asked)
+    return Sample(prompt, [str(count) if counts else compared])
+
+
+def nearness(answer: str, outputs: Sequence[str]) -> float:
+    """Return 0.75 to the power of a number's error, and 1 or 0 for words that it begins with."""
+    (expected,), words = outputs, answer.strip().lower()
+    if not expected.isdecimal():
+        return float(words.startswith(expected))
+    found = re.search(r"\d[\d,]{0,15}", words)
+    return 0.75 ** abs(int(found[0].replace(",", "")) - int(expected)) if found else 0.0
+
+
 TASKS = {
     "niah_single_1": needles("noise", "words", "numbers"),
     "niah_single_2": needles("essay", "words", "numbers"),
@@ -254,11 +346,7 @@ TASKS = {
     "vt": RulerTask(variables, 30, HOPS + 1),
     "cwe": RulerTask(common_words, 120, 20, len(PAIRS)),
     "fwe": RulerTask(frequent_words, 50, 60),  # of 60 the first four words are 36, 9, 4 and 2
+    "graphwalks": RulerTask(graph_walk, 128, 32, score=f1),
+    "mrcr": RulerTask(requests, 128, len(EQUAL), score=match_ratio),
+    "oolong": RulerTask(labels, 16, 16, score=nearness),
 }
-
-
-def score(answer: str, outputs: Sequence[str]) -> float:
-    """Return the share of `outputs` in the answer."""
-    # Capitals do not matter, and control characters are ends of lines, as in RULER
-    answer = re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
-    return sum(output.lower() in answer for output in outputs) / len(outputs)

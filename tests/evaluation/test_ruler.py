@@ -1,5 +1,5 @@
-"""RULER: texts of every task as long as asked and answerable, scores by its rules, answers greedy,
-tables of them, mistakes in a line.
+"""RULER, and tasks like GraphWalks, MRCR and OOLONG: texts of every task as long as asked and
+answerable, scores by the rules of each.
 """
 
 import re
@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
-from longctx.config.eval_config import RULER_TASKS, RulerConfig
+from longctx.config.eval_config import MORE_TASKS, RULER_TASKS, RulerConfig
 from longctx.data.tokenizer import Tokenizer
 from longctx.evaluation.evaluate import answered
-from longctx.evaluation.ruler import TASKS, Texts, essay_words, inserted, score, sentences
+from longctx.evaluation.ruler import TASKS, Texts, contained, essay_words, inserted, sentences
 from longctx.evaluation.score import Scorer
 from longctx.model import GPT, GPTConfig
 from tests.evaluation.conftest import ESSAY
 
 LENGTH = 3001
-OUTPUTS = {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3}
+OUTPUTS = {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3, "mrcr": 2}
+ALL_TASKS = [*RULER_TASKS, *MORE_TASKS]
 
 
 def texts_of(tokenizer: Tokenizer, **keys: Any) -> Texts:
@@ -42,11 +43,37 @@ def solved(prompt: str) -> list[str]:
     if prompt.endswith("appeared words are:"):
         words = prompt.split("coded words. ")[1].split("\nQuestion")[0].split()
         return [word for word, _ in Counter(words).most_common(4)[1:]]
+    if match := re.search(
+        r"Operation: .* node (\w+)(?: with depth (\d))?\.\nFinal Answer:$", prompt
+    ):
+        return walked(prompt.split("these edges:\n")[-1], match[1], int(match[2] or 0))
+    if match := re.search(r"User: Prepend (\w+) to the (\d)\w\w (.*)\. Do not", prompt):
+        answers = re.findall(rf"User: Write a {match[3]}\.\nAssistant: (.*)", prompt)
+        assert len(answers) == 4
+        return [match[1], answers[int(match[2]) - 1]]
+    count = Counter(re.findall(r"\|\| Label: (\w+)$", prompt, re.MULTILINE))
+    if match := re.search(r"have the label '(\w+)'\? Answer:$", prompt):
+        return [str(count[match[1]])]
+    if match := re.search(r"as the label '(\w+)'\? Answer: The label '(\w+)' is$", prompt):
+        more = count[match[2]] - count[match[1]]
+        return ["as common as" if not more else f"{'more' if more > 0 else 'less'} common than"]
     raise AssertionError(prompt)
 
 
+def walked(text: str, node: str, depth: int) -> list[str]:
+    """The nodes whose shortest path from `node` has `depth` edges; 0: those with an edge to it."""
+    edges = re.findall(r"^(\w+) -> (\w+)$", text, re.MULTILINE)
+    distance = {node: 0}
+    for here in (order := [node]):
+        for there in [b if depth else a for a, b in edges if (a if depth else b) == here]:
+            if there not in distance:
+                distance[there] = distance[here] + 1
+                order.append(there)
+    return [name for name, steps in distance.items() if steps == max(1, depth)]
+
+
 class Reader(Scorer):
-    """A model that finds every answer, and says it in capitals."""
+    """A model that finds every answer, and says it in capitals if that may not matter."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(GPT(GPTConfig(vocab_size=320, layers=1, channels=16, heads=2, ffn=16)))
@@ -55,11 +82,13 @@ class Reader(Scorer):
     def answers(
         self, prompts: Sequence[Sequence[int]], most: int, ends: Sequence[int], *more: Any
     ) -> list[list[int]]:
-        shown = [" ".join(solved(self.tokenizer.decode(ids))) for ids in prompts]
-        return [self.tokenizer.encode(f" {text.upper()}.") for text in shown]
+        texts = [self.tokenizer.decode(ids) for ids in prompts]
+        shown = [(" ".join(solved(text)), "User:" in text) for text in texts]
+        said = [text if is_exact else f"{text.upper()}." for text, is_exact in shown]
+        return [self.tokenizer.encode(f" {text}") for text in said]
 
 
-@pytest.mark.parametrize("task", RULER_TASKS)
+@pytest.mark.parametrize("task", ALL_TASKS)
 def test_texts_fill_their_length_and_can_be_answered(tokenizer, task):
     texts = texts_of(tokenizer, tasks=[task])
     room = LENGTH - TASKS[task].answer
@@ -68,17 +97,52 @@ def test_texts_fill_their_length_and_can_be_answered(tokenizer, task):
         assert 0.75 * room < len(ids) <= room
         assert tokenizer.decode(ids) == sample.prompt
         assert sorted(solved(sample.prompt)) == sorted(sample.outputs)
-        assert len(set(sample.outputs)) == len(sample.outputs) == OUTPUTS.get(task, 1)
+        assert len(set(sample.outputs)) == len(sample.outputs) > 0
+        assert task == "graphwalks" or len(sample.outputs) == OUTPUTS.get(task, 1)
         needles = sample.prompt.count("One of the special magic")
         assert (needles > 4) == (task in ("niah_multikey_2", "niah_multikey_3"))
     assert rows[0][0] != rows[1][0]
 
 
 def test_who_finds_everything_scores_1(tokenizer):
-    texts = texts_of(tokenizer)
+    assert texts_of(tokenizer).config.chosen == RULER_TASKS
+    texts = texts_of(tokenizer, tasks=ALL_TASKS)
     scored = list(answered(Reader(tokenizer), texts, [2500, LENGTH], lambda texts: None))
-    assert len(scored) == 2 * len(RULER_TASKS) * 2
+    assert len(scored) == 2 * len(ALL_TASKS) * 2
     assert {row["score"] for row in scored} == {1.0}
+
+
+TEXT = "a rose is a rose"
+SCORED = [
+    ("graphwalks", " [a1, b2]\n", ["a1", "b2"], 1),
+    ("graphwalks", "Final Answer: [B2, c3] [a1]", ["a1", "b2"], 0.5),
+    ("graphwalks", " [a1]", ["a1", "b2", "c3"], 0.5),
+    ("graphwalks", "", ["a1"], 0),
+    ("mrcr", f" x9{TEXT}\nUser: more", ["x9", TEXT], 1),
+    ("mrcr", f"x9 {TEXT[:8]}", ["x9", TEXT], 2 * 8 / (8 + 16)),
+    ("mrcr", f"Here: x9 {TEXT}", ["x9", TEXT], 0),
+    ("mrcr", TEXT, ["x9", TEXT], 0),
+    ("oolong", " 1,234 lines, not 7", ["1234"], 1),
+    ("oolong", " 12.", ["14"], 0.75**2),
+    ("oolong", f" {'9' * 4000}", ["14"], 0),
+    ("oolong", " many", ["14"], 0),
+    ("oolong", " More common than", ["more common than"], 1),
+    ("oolong", " not more common than", ["more common than"], 0),
+]
+
+
+@pytest.mark.parametrize(("task", "answer", "outputs", "expected"), SCORED)
+def test_scores_follow_the_rules_of_each_task(task, answer, outputs, expected):
+    assert TASKS[task].score(answer, outputs) == pytest.approx(expected)
+
+
+def test_questions_of_all_kinds_are_asked(tokenizer):
+    texts = texts_of(tokenizer, samples=12)
+    prompts = [sample.prompt for task in MORE_TASKS for sample, _ in texts.samples(task, LENGTH)]
+    questions = "".join(prompt[-200:] for prompt in prompts)
+    for words in ("depth 1", "depth 2", "depth 3", "parents of node", "to the 1st", "to the 4th"):
+        assert words in questions
+    assert "How many of these lines" in questions and "more common than, less" in questions
 
 
 def test_scores_are_those_of_lm_eval():
@@ -89,7 +153,7 @@ def test_scores_are_those_of_lm_eval():
         outputs = ["".join(rng.choices("aBc", k=2)) for _ in range(rng.randint(1, 5))]
         answer = "".join(rng.choices("abC \n\t\x01", k=12))
         theirs = common.string_match_all(common.postprocess_pred([answer]), [outputs])
-        assert score(answer, outputs) == theirs
+        assert contained(answer, outputs) == theirs
 
 
 def test_essays_are_cut_into_sentences_wherever_there_are_some():
