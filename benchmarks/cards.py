@@ -5,10 +5,11 @@
     python -m benchmarks cards caps=24,48,80    real steps with no more memory than a card has
 
 Predictions are those of `longctx plan`: the longest sequence with which a step fits, by memory=auto
-and at 128 GiB of host memory, and the speed of sequences of 16,384 tokens. No GPU is needed. A
-card's file has attention forward and backward next to torch's FlashAttention-2, and steps of `124m`
-with every backend that runs. Under a cap torch's allocator gets the memory of a card, less what
-CUDA itself takes: a step on packed documents and a batch of validation, as many at a time as fit.
+and with 64, 128 and 256 GiB of host memory, and the speed of sequences of 16,384 tokens. No GPU is
+needed. A card's file has attention forward and backward next to torch's FlashAttention-2, and steps
+of `124m` with every backend that runs. Under a cap torch's allocator gets the memory of a card,
+less what CUDA itself takes: a step on packed documents and a batch of validation, as many at a time
+as fit.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from benchmarks.memory import CONTEXT, DOCUMENT, Room
 from benchmarks.points import Row, decided, expected, off, point, this_gpu, training_run
 from benchmarks.processes import ROOT, in_child
 from benchmarks.report import machine, write_json
+from benchmarks.shapes import SHAPES
 from benchmarks.words import check_unused
 from longctx import files
 from longctx.config.fields import Group, key
@@ -45,16 +47,29 @@ if TYPE_CHECKING:
 
 TAKES_TRAINING_KEYS = True
 TAKEN = {"seq_len": "use lengths=", "attention": "every backend is tried", "batch_size": "tokens="}
-CARDS = {24: "RTX 4090", 48: "L40S", 80: "H100", 141: "H200"}  # GB on the label → a card
-MODELS = {  # name → overrides; 135m has the shape of SmolLM2-135M
+CARDS = {8: "RTX 4060", 12: "RTX 3060", 16: "RTX 4080", 24: "RTX 4090", 40: "A100 40GB"}
+CARDS |= {48: "L40S", 80: "H100", 141: "H200"}  # GB on the label → a card
+SHOWN = (24, 48, 80, 141)
+HOSTS = (64, 128, 256)  # GiB of host memory
+MODELS = {  # name → overrides; a name among SHAPES has none
     "135m": "vocab_size=49152 layers=30 channels=576 heads=9 kv_heads=3 ffn=1536",
     "1b": "",
     "8b": "",
+    "70b": "vocab_size=128256 layers=80 channels=8192 heads=64 kv_heads=8 ffn=28672 tied=false",
+    "gpt-oss-20b": "",
 }
 WAYS = {  # how it is trained → overrides
     "all weights": [],
     "LoRA": ["lora.rank=16"],
     "LoRA on nf4": ["lora.rank=16", "lora.base=nf4"],
+    "LoRA on attention": ["lora.rank=16", "lora.targets=[qkv,out]"],
+}
+# Of Llama 3.1 8B and 3.3 70B by QLoRA of rank 32: model → GB of a card → tokens of Unsloth, and of
+# transformers with FlashAttention-2
+PUBLISHED = {
+    "8b": {8: (2972, None), 12: (21848, 932), 16: (40724, 2551), 24: (78475, 5789)}
+    | {40: (153977, 12264), 48: (191728, 15502), 80: (342733, 28454)},
+    "70b": {48: (12106, None), 80: (89389, 6916)},
 }
 LENGTH = 16384  # at which speeds are compared
 PEERS = ("flash", "sdpa-flash", "sdpa-cudnn", "flex")
@@ -68,16 +83,23 @@ RESULTS = ROOT / "results"
 
 HEAD = """# What fits your card
 
-Written by `python -m benchmarks cards`. The first two tables are predicted, as by
-`longctx plan model=1b gpu=L40S`: ask that for another model, card or precision. One GPU, bf16,
-128 GiB of host memory, `attention=flash`, `memory=auto`, LoRA of rank 16. `135m` has SmolLM2's
-shape; the others are presets.
+Written by `python -m benchmarks cards`. The first three tables are predicted, as by
+`longctx plan model=8b lora.rank=16 lora.base=nf4 gpu=rtx4090 host_memory=64`: ask that for another
+model, card or precision. One GPU, bf16, `attention=flash`, `memory=auto`, 5% of the GPU's memory
+and 12 GiB of the host's left free. [Steps under caps](#tried-under-caps) say what was tried.
 
-The longest sequence that fits with 5% of the memory left free, as a run without dry runs leaves it,
-as `memory=auto` finds it, and in parentheses its predicted tokens/s if it is one document:
+The longest sequence that LoRA on nf4 trains, in tokens, with so much host memory, next to what
+[Unsloth publishes](https://unsloth.ai/docs/basics/unsloth-benchmarks) (read on 2026-11-28; measured
+by them on their cards, Llama 3.1 8B and 3.3 70B). Rank 32, one sequence per step:
+"""
+LONGEST = """
+The same for other models and ways to train, LoRA of rank 16, and in parentheses predicted tokens/s
+if the sequence is one document. `135m` has SmolLM2's shape, `70b` Llama's; of `gpt-oss-20b` (its
+shape, in bf16) attention is adapted and the experts are frozen:
 """
 SPEED = """
-Tokens/s of sequences of 16,384 tokens, predicted, and the policy that the settings begin with:
+Tokens/s of sequences of 16,384 tokens with 128 GiB of host memory, predicted, and the policy that
+the settings begin with:
 """
 CONFIRMED = """
 ## Tried under caps
@@ -126,7 +148,9 @@ class Case(NamedTuple):
 
 
 CASES = [Case(model, way) for model in MODELS for way in ("all weights", "LoRA")]
-CASES.append(Case("8b", "LoRA on nf4"))
+CASES = [case for case in CASES if case.model in ("135m", "1b", "8b")]
+CASES += [Case("8b", "LoRA on nf4"), Case("70b", "LoRA on nf4")]
+CASES += [Case("gpt-oss-20b", "LoRA on attention")]
 
 
 def run(options: Options, command: str, overrides: list[str]) -> None:
@@ -150,13 +174,15 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
 def page() -> str:
     """Return the page, of predictions and of the files in results/."""
     longest = [
-        {"trained": case.name} | {of(gb): longest_cell(case, gb) for gb in CARDS} for case in CASES
+        {"trained": case.name, "card": of(gb)}
+        | {f"{host} GiB of host": longest_cell(case, gb, host) for host in HOSTS}
+        for case, gb in itertools.product(CASES, SHOWN)
     ]
     speed = [
-        {"trained": case.name} | {of(gb): speed_cell(case, gb) for gb in CARDS} for case in CASES
+        {"trained": case.name} | {of(gb): speed_cell(case, gb) for gb in SHOWN} for case in CASES
     ]
     caps = json.loads((RESULTS / "caps.json").read_text())
-    parts = [HEAD, table(longest), SPEED, table(speed)]
+    parts = [HEAD, table(published()), LONGEST, table(longest), SPEED, table(speed)]
     parts += [CONFIRMED.format(**caps), table(map(confirmed, caps["rows"]))]
     came_in = sorted((RESULTS / "cards").glob("*.json"))
     cards = {path.name: json.loads(path.read_text()) for path in came_in}
@@ -164,6 +190,22 @@ def page() -> str:
     parts += [CAME_IN, table(steps)]
     parts += [ATTENTION, table(row for card in cards.values() for row in attention_rows(card))]
     return "\n".join(parts) + "\n"
+
+
+def published() -> Iterator[Row]:
+    """Yield a line for each length that Unsloth publishes, with ours."""
+    for model, by_card in PUBLISHED.items():
+        for gb, (unsloth, usual) in by_card.items():
+            step = run_of(Case(model, "LoRA on nf4")).workload
+            step = replace(step, lora=replace(step.lora, rank=32))
+            line = {"model": f"`{model}`", "card": of(gb)}
+            line |= {"transformers, FlashAttention-2": f"{usual:,}" if usual else "none"}
+            line |= {"Unsloth": f"{unsloth:,}"}
+            found = {host: longest_step(step, gb, host) for host in HOSTS}
+            yield line | {
+                f"longctx, {host} GiB of host": f"{x.seq_len:,}" if x else "none"
+                for host, x in found.items()
+            }
 
 
 def of(gb: int) -> str:
@@ -183,21 +225,22 @@ def table(rows: Iterable[Row]) -> str:
 @cache
 def run_of(case: Case) -> Run:
     """Return a run of `case` on any GPU, its policy open."""
-    model = [f"model.{pair}" for pair in MODELS[case.model].split()]
-    preset = "model=124m" if model else f"model={case.model}"
-    overrides = [preset, *model, *WAYS[case.way], f"seq_len={LENGTH}", "workers=0"]
-    return training_run(overrides, "cuda")
+    model, shape = [f"model.{pair}" for pair in MODELS[case.model].split()], SHAPES.get(case.model)
+    preset = [] if shape else ["model=124m" if model else f"model={case.model}"]
+    overrides = [*preset, *model, *WAYS[case.way], f"seq_len={LENGTH}", "workers=0"]
+    return training_run(overrides, "cuda", shape)
 
 
-def longest_step(case: Case, gb: int) -> Workload | None:
-    """Return the step of the longest sequence that is predicted to fit the card of `gb`."""
-    chip = hardware.chip(CARDS[gb])
-    return overview.longest_step([run_of(case).workload], chip, hardware.ASSUMED_HOST)
+def longest_step(step: Workload, gb: int, host: float = 128) -> Workload | None:
+    """Return `step` with the longest sequence that is predicted to fit the card of `gb`, in a
+    machine with `host` GiB.
+    """
+    return overview.longest_step([step], hardware.chip(CARDS[gb]), host * GIB)
 
 
-def longest_cell(case: Case, gb: int) -> str:
+def longest_cell(case: Case, gb: int, host: float) -> str:
     """Return the longest sequence and its speed."""
-    step = longest_step(case, gb)
+    step = longest_step(run_of(case).workload, gb, host)
     if step is None:
         return "none"
     return f"{step.seq_len:,} ({speed_of(step, hardware.chip(CARDS[gb]))})"
@@ -359,9 +402,9 @@ def points(options: Options) -> list[tuple[Case, int, Workload]]:
     found = []
     # The models that take longest come first: time may run short
     for case, cap in itertools.product(reversed(CASES), options.caps):
-        way = "LoRA on nf4" if cap == min(CARDS) else "LoRA"
+        way = "LoRA on nf4" if cap <= 24 else "LoRA"
         if case.model not in options.models or (case.model == "8b" and case.way != way):
             continue
-        if (step := longest_step(case, cap)) is not None:
+        if (step := longest_step(run_of(case).workload, cap)) is not None:
             found.append((case, cap, step))
     return found

@@ -16,6 +16,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         **{"sliding_window": 512, "layer_types": (GEMMA_LAYERS * 5)[:26]},
         **{"max_position_embeddings": 32768, "tie_word_embeddings": True},
     },
+    "gpt-oss-20b": {
+        **{"model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880},
+        **{"intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4},
+        **{"num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8},
+        **{"head_dim": 64, "sliding_window": 128, "max_position_embeddings": 131072},
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "tie_word_embeddings": False,
+    },
     "llama-3.2-1b": {
         **{"model_type": "llama", "vocab_size": 128256, "hidden_size": 2048},
         **{"intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},

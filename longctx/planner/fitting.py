@@ -20,7 +20,7 @@ from longctx.attention.description import AttentionConfig, capturable_backends
 from longctx.config.layout_config import MemoryConfig
 from longctx.planner import step_time
 from longctx.planner.peak_memory import Memory, predict
-from longctx.spec.hardware import COPY_SHARE, CPU, Chip
+from longctx.spec.hardware import COPY_SHARE, CPU, GIB, Chip
 from longctx.spec.step import LONGEST_ROW, Workload
 
 HOST_LEFT = 12 * 2**30  # bytes of host memory left to the process, its libraries and the data
@@ -161,6 +161,19 @@ def decide(workload: Workload, chip: Chip, host: float, merge: bool = False) -> 
     least = [replace(workload, memory=share[-1]) for share in shares]
     each = [(step, predict(step)) for step in least]
     return min(each, key=lambda x: (not fits_host(x[0], x[1], host), x[1].peak))[0]
+
+
+def memory_line(asked: MemoryConfig, decided: Workload, chip: Chip, host: float) -> str:
+    """Return a line that says what memory=auto chose, and why; nothing if a policy was `asked`."""
+    if asked.policy != "auto":
+        return ""
+    plainest = replace(decided, memory=ways(replace(decided, memory=asked))[0][0][0])
+    line = f"memory=auto: {decided.memory}, "
+    if decided.memory == plainest.memory:
+        return f"{line}the fastest of all settings"
+    line += "the fastest that fits" if fits(decided, room(chip), host) else "which takes least"
+    needed, there = predict(plainest).peak / GIB, room(chip) / GIB
+    return f"{line}; {plainest.memory} takes {needed:,.1f} GiB of {there:,.1f}"
 
 
 def merged(workload: Workload) -> list[Workload]:

@@ -7,6 +7,7 @@ Only layers that transformers computes are measured before, on fake tensors.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -60,7 +61,9 @@ def run(
     # The answer comes first: many read no further
     fastest, reason = fitting.fastest_backend(first, list(requests), chip)
     answered = chosen.get(asked, chosen[fastest])
-    print(answer(answered, chip, host, schedule_of(request, answered).max_steps, price), end="\n\n")
+    line = answer(answered, chip, host, schedule_of(request, answered).max_steps, price)
+    reason_of_memory = fitting.memory_line(request.memory, answered, chip, host)
+    print(*filter(None, (line, reason_of_memory)), sep="\n", end="\n\n")
     print_machine(answered, chip, host, of_host)
     if first.devices > 1:
         usual = AttentionConfig().backend
@@ -76,14 +79,36 @@ def run(
     if len(requests) > 1:
         print(f"attention=auto: {fastest}, {reason}\n")
 
-    # A policy that fits no length says none
-    columns = ("backend", "memory", *shared, "tokens", "sequences", *SIZES[:2], *SPEED)
+    columns = ("backend", "longest", "memory", *shared, "tokens", "sequences", *SIZES[:2], *SPEED)
     rows = []
-    for step in asked_for:
-        longest = longest_step([step], chip, host)
-        row = {"backend": step.attention.backend, "memory": step.memory.policy, "tokens": "none"}
-        rows.append(row if longest is None else figures(longest, chip, host))
-    grid("The longest sequence that fits, at about the same tokens per step", columns, rows)
+    for backend in requests:
+        own = [step for step in asked_for if step.attention.backend == backend]
+        for name, step in lengths(own, chip, host).items():
+            # A policy that fits no length says none
+            none = {"backend": backend, "tokens": "none"}
+            rows.append((none if step is None else figures(step, chip, host)) | {"longest": name})
+    grid("The longest sequences that fit, at about the same tokens per step", columns, rows)
+
+
+def lengths(steps: Sequence[Workload], chip: Chip, host: float) -> dict[str, Workload | None]:
+    """Return the step of the longest sequence by policy, each of `steps` having one; with auto, of
+    all settings and of those that keep half the speed of the first.
+    """
+    longest = {step.memory.policy: longest_step([step], chip, host) for step in steps}
+    if "auto" not in longest:
+        return longest
+    first, auto = next(filter(None, longest.values()), None), longest.pop("auto")
+    if auto is None or first is None:
+        return longest | {"of all settings": auto}
+    at, speed = fitting.one_row(steps[-1]), fitting.tokens_per_second(first, chip) / 2
+
+    def decided(tokens: int) -> Workload:
+        return fitting.decide(at(tokens), chip, host)
+
+    tried = range(1024, auto.seq_len, 1024)
+    n = bisect_left(tried, True, key=lambda n: fitting.tokens_per_second(decided(n), chip) < speed)
+    half = {"half speed": decided(tried[n - 1])} if 0 < n < len(tried) else {}
+    return longest | half | {"of all settings": auto}
 
 
 def answer(step: Workload, chip: Chip, host: float, steps: int, price: float | None) -> str:

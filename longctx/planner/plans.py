@@ -76,7 +76,8 @@ def plan(
     chosen.check_graphs()
     if chip is not None:
         names = [backend.backend for backend in step.backends]
-        if line := fitting.faster_backend(chosen, names, chip):
+        memory = fitting.memory_line(step.memory, chosen, chip, host)
+        for line in filter(None, (memory, fitting.faster_backend(chosen, names, chip))):
             say(line)
     note = f"{fitting.name_of(chosen)} (auto: {reason})" if len(candidates) > 1 else ""
     time = None if chip is None else step_time.seconds(chosen, chip)
