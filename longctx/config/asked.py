@@ -7,6 +7,7 @@ from dataclasses import replace
 from longctx.config.fields import refuse
 from longctx.config.layout_config import STRATEGIES
 from longctx.config.train_config import TrainConfig
+from longctx.model.mixers.description import of_model, shared_heads
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.step import Division, Workload, precision_of
 
@@ -54,8 +55,8 @@ def divisions(config: TrainConfig, model: GPTConfig) -> list[Division]:
     names = [name]
     if name == "auto":
         names = [name for name in STRATEGIES if name != "none"] if devices > 1 else ["none"]
-    takes_intervals = config.attention.description.takes_intervals
-    contexts = config.context.layouts(devices, model.heads, takes_intervals)
+    takes_intervals = config.attention.description.takes_intervals and not of_model(model)
+    contexts = config.context.layouts(devices, shared_heads(model), takes_intervals)
     if heads := config.memory.heads_at_once:
         contexts = [context for context in contexts if context.degree == 1]
         setting = f"memory.heads_at_once={heads} with context={config.context.degree}"

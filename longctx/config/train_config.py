@@ -295,8 +295,8 @@ class TrainConfig(Group):
         """Yield a message if the matrices of `model` have no FP8 products as asked for."""
         if self.precision != "fp8":
             return
-        # torch._scaled_mm takes no other sizes; all layers are alike in them
-        for name, linear in model.block(0).linears.items():
+        # torch._scaled_mm takes no other sizes
+        for name, linear in (x for block, _ in model.kinds for x in block.linears.items()):
             if linear.outputs % 16 or linear.columns % 16:
                 size = f"{linear.outputs} × {linear.columns}"
                 yield f"precision=fp8: {name} is {size}, and FP8 products need multiples of 16"

@@ -4,15 +4,19 @@ torch.
 
 from typing import TYPE_CHECKING, Any
 
-from longctx.spec.model_config import GPTConfig as GPTConfig
-
 if TYPE_CHECKING:
     from longctx.model.gpt import GPT as GPT
+    from longctx.spec.model_config import GPTConfig as GPTConfig
 
 
 def __getattr__(name: str) -> Any:
+    # The config, too: it imports the descriptions of mixers, which are in this package
     if name == "GPT":
         from longctx.model.gpt import GPT
 
         return GPT
+    if name == "GPTConfig":
+        from longctx.spec.model_config import GPTConfig
+
+        return GPTConfig
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,9 +6,11 @@ Their keys and values stay in a cache. From then on a forward is of one token pe
 attends to the cache. Such a forward takes a GPU less time than its launches take a CPU, so on a GPU
 it is captured in a CUDA graph once and replayed.
 
+Another mixer than attention keeps a state of one size for each text, see `Mixer.step`.
+
 If the backend is exact, the cache is read by its formula (longctx/attention/naive.py), which a
-kernel computes on a GPU. Others bring a `decode` of their own, or read each text anew for every
-token.
+kernel computes on a GPU. Others bring a `decode` of their own. If a layer has none, each new token
+reads its text anew.
 
 The blocks are those of training, called in the two parts on either side of attention. If the
 frequencies of RoPE depend on the length of the input (dynamic, longrope), they follow it token by
@@ -32,13 +34,14 @@ from longctx.attention.context_parallel import Context
 from longctx.attention.naive import by_triton, splits_keys
 from longctx.config.layout_config import POLICIES
 from longctx.model.gpt import GPT
+from longctx.model.mixer import Mixer
 from longctx.model.recompute import in_tiles
 from longctx.model.rope import Angles, Rope, frequencies
 from longctx.spec.model_config import GPTConfig
 
 
 class KVCache:
-    """Keys and values of up to `length` tokens in each of `rows` texts, for every layer.
+    """Keys and values of up to `length` tokens in each of `rows` texts, for each of these `layers`.
 
     The buffers have their full length from the beginning, so a CUDA graph that writes to them stays
     valid. Text b has its tokens 0 .. lengths[b] - 1; nothing behind them is ever read.
@@ -47,6 +50,7 @@ class KVCache:
     def __init__(
         self,
         config: GPTConfig,
+        layers: Collection[int],
         rows: int,
         length: int,
         dtype: torch.dtype,
@@ -55,8 +59,8 @@ class KVCache:
         self.rows, self.length = rows, length
         shape = (rows, length, config.kv_heads, config.head_size)
         # Not empty: naive multiplies unseen values by 0, and 0 · NaN is NaN
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
-        self.values = [torch.zeros_like(k) for k in self.keys]
+        self.keys = {n: torch.zeros(shape, dtype=dtype, device=device) for n in layers}
+        self.values = {n: torch.zeros_like(k) for n, k in self.keys.items()}
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.starts = length * torch.arange(rows, device=device)  # of the rows, in slots
 
@@ -80,17 +84,25 @@ class Decoder:
         self.device, kind = weight.device, weight.device.type
         autocasts = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if autocasts else weight.dtype
-        own: Attention = model.blocks[0].attention.attend
-        self.attend = Attention("naive") if own.backend.exact else own
+        mixers = {n: x.attention for n, x in enumerate(model.blocks) if is_mixer(x)}
+        attends = [n for n in range(model.config.layers) if n not in mixers]
+        naive = Attention("naive")
+        own: Attention = model.blocks[attends[0]].attention.attend if attends else naive
+        self.attend = naive if own.backend.exact else own
         parts = model.config.block(0).attention.required()["scores"]
         of_tensors = self.device, dtype, model.config.head_size
         self.splits_keys = own.backend.exact and splits_keys(*of_tensors, parts)
-        if not self.attend.decodes:
-            say_slow(own.name)
-        self.cache = KVCache(model.config, rows, length, dtype, self.device)
+        slow = [f"model.mixer={x.part.mixer}" for x in mixers.values() if not x.decodes]
+        slow += [] if self.attend.decodes else [f"attention={own.name}"]
+        self.decodes = not slow
+        for setting in dict.fromkeys(slow):
+            say_slow(setting)
+        self.cache = KVCache(model.config, attends, rows, length, dtype, self.device)
+        # Of each mixer; a graph reads and writes these tensors
+        self.states: dict[int, tuple[Tensor, ...]] = {}
         self.dtype = dtype
         self.windows = [model.config.window_of(n) for n in range(model.config.layers)]
-        captures = self.attend.decodes and self.attend.description.capturable
+        captures = self.decodes and self.attend.description.capturable
         self.graphs = captures and (kind == "cuda" if graphs is None else graphs)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.texts: list[list[int]] = []  # if their tokens are read anew
@@ -117,17 +129,24 @@ class Decoder:
         rows = torch.arange(len(prompts)).repeat_interleave(torch.tensor(lengths))
         mask = Mask.documents(rows[None]) if len(prompts) > 1 else Mask.causal()
         mask = mask.bind(1, N, N, self.device)
-        masks = {w: mask if w is None else mask.windowed(w) for w in set(self.windows)}
+        shards = Context().shards(mask, N)
+        masks = self.model.masks(mask, shards, 1)
         slots = rows.to(self.device) * cache.length + mask.positions(1, N, self.device)[0]
-        angles = self.model.angles(mask, Context().shards(mask, N), (1, N), self.device)
+        angles = self.model.angles(mask, shards, (1, N), self.device)
 
         # In tiles always, which costs nothing without gradients: an MLP over 1M tokens is 80 GiB.
         tile = self.model.memory.mlp_tile or POLICIES["long"]["mlp_tile"]
 
         def forward(n: int, block: Any, x: Tensor) -> Tensor:
-            q, k, v = in_tiles(block.before, tile, (x, *angles[n]))
-            cache.write(n, slots, k[0], v[0])
-            out = block.attention(q, k, v, masks[self.windows[n]])
+            tensors = in_tiles(block.before, tile, (x, *angles[n]))
+            if is_mixer(block) and self.decodes:
+                out, state = block.attention.prefill(*tensors, masks[n])
+                for old, new in zip(self.states.setdefault(n, state), state, strict=True):
+                    old.copy_(new)
+                return in_tiles(block.after, tile, (x, out))[0]
+            if n in cache.keys:
+                cache.write(n, slots, tensors[1][0], tensors[2][0])
+            out = block.attention(*tensors, masks[n])
             return in_tiles(block.after, tile, (x, out))[0]
 
         x = self._through_blocks(ids[None].to(self.device), forward)
@@ -140,7 +159,7 @@ class Decoder:
         """Logits (rows, V) after one more token of each row, (rows,) int64; the next call may
         overwrite them.
         """
-        if not self.attend.decodes:
+        if not self.decodes:
             new = tokens.tolist()
             return self.prefill([[*text, x] for text, x in zip(self.texts, new, strict=True)])
         self.lengths = [n + 1 for n in self.lengths]
@@ -174,7 +193,10 @@ class Decoder:
         masks = {w: Mask("intervals", first=first[w], last=last) for w in first}
 
         def forward(n: int, block: Any, x: Tensor) -> Tensor:
-            q, k, v = block.before(x, *angles[n])
+            tensors = block.before(x, *angles[n])
+            if is_mixer(block):
+                return block.after(x, block.attention.step(*tensors, *self.states[n]))
+            q, k, v = tensors
             cache.write(n, slots, k[:, 0], v[:, 0])
             q, k, v = q.to(self.dtype), cache.keys[n], cache.values[n]
             mask, scores = masks[self.windows[n]], block.attention.scores
@@ -198,12 +220,16 @@ class Decoder:
         return self.model.logits(self.model.norm(x), self.head)
 
 
+def is_mixer(block: Any) -> bool:
+    """Return True if `block` mixes tokens in another way than attention."""
+    return isinstance(block.attention, Mixer)
+
+
 @functools.cache
-def say_slow(backend: str) -> None:
+def say_slow(setting: str) -> None:
     """Print, once, that each new token costs a forward over the whole text."""
     print(
-        f"attention={backend} has no decoding of its own: each new token reads its text anew",
-        file=sys.stderr,
+        f"{setting} has no decoding of its own: each new token reads its text anew", file=sys.stderr
     )
 
 

@@ -23,6 +23,7 @@ from longctx.model import compile_cache
 from longctx.model.experts import Balance, Correction, balancing
 from longctx.model.layers import Block, RMSNorm, SelfAttention, StreamNorm
 from longctx.model.loss import IGNORED, ZLoss, linear_cross_entropy, shaped
+from longctx.model.mixer import Batch, Mixer
 from longctx.model.packed import is_packed
 from longctx.model.recompute import checkpointed_blocks, checkpointed_mlp, forward_in_tiles
 from longctx.model.rope import Angles, Rope, Ropes
@@ -105,6 +106,9 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
             if isinstance(module, SelfAttention) and module.sinks is not None:
                 nn.init.zeros_(module.sinks)
+            if isinstance(module, Mixer):
+                for own, weight in module.named_parameters(recurse=False):
+                    draw(weight, partial(module.start, own))
 
     def compile_blocks(self) -> None:
         """Compile every block in place with torch.compile; parameter names stay as they are."""
@@ -115,18 +119,22 @@ class GPT(nn.Module):
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         for block in self.blocks:
-            if self.memory.recompute == "none":
+            if self.memory.recompute == "none" and not isinstance(block.attention, Mixer):
                 block.compile()
             else:
                 block.before = torch.compile(block.before)
                 block.after = torch.compile(block.after)
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Convert the matrices and biases to `dtype`; norms and routers' corrections stay fp32."""
+        """Convert the matrices and biases to `dtype`; norms, routers' corrections and what mixers
+        have besides matrices stay fp32.
+        """
         self.to(dtype)
         for module in self.modules():
             if isinstance(module, RMSNorm | Correction):
                 module.float()
+            elif isinstance(module, Mixer):
+                module._apply(torch.Tensor.float, recurse=False)
 
     def linears(self) -> Iterator[tuple[Any, str, str, bool]]:
         """Yield block, path in it, and target of LoRA of every linear layer; and True if lora.base
@@ -223,10 +231,24 @@ class GPT(nn.Module):
         `mask` is bound, of whole sequences: `length` tokens and padding.
         """
         angles = self.angles(mask, shards, (len(tokens), length), tokens.device)
-        # Each window's mask is made once, for all layers that have it
-        windows = [self.config.window_of(n) for n in range(len(self.blocks))]
-        masks = {w: shards.mask(mask if w is None else mask.windowed(w)) for w in set(windows)}
-        return self.norm(self._through_blocks(tokens, angles, [masks[w] for w in windows]))
+        masks = self.masks(mask, shards, len(tokens))
+        return self.norm(self._through_blocks(tokens, angles, masks))
+
+    def masks(self, mask: Mask, shards: Shards, rows: int) -> list[Any]:
+        """Return the mask of each layer, for a mixer as a Batch of so many `rows`, from the bound
+        `mask` of whole sequences.
+        """
+        # Each window's is made once, for all layers that have it
+        made: dict[Any, Any] = {}
+        sorts = [
+            (self.config.window_of(n), isinstance(block.attention, Mixer))
+            for n, block in enumerate(self.blocks)
+        ]
+        for window, is_mixer in dict.fromkeys(sorts):
+            own = mask if window is None else mask.windowed(window)
+            seen = Batch(own, rows, shards.ranks) if is_mixer else shards.mask(own)
+            made[window, is_mixer] = seen
+        return [made[sort] for sort in sorts]
 
     def angles(
         self, mask: Mask, shards: Shards, shape: tuple[int, int], device: torch.device
@@ -263,7 +285,7 @@ class GPT(nn.Module):
         m = self.config.multipliers
         return shaped(F.linear(x, lm_head), m.logits, m.logit_softcap)
 
-    def _through_blocks(self, tokens: Tensor, angles: list[Angles], masks: list[Mask]) -> Tensor:
+    def _through_blocks(self, tokens: Tensor, angles: list[Angles], masks: list[Any]) -> Tensor:
         """Return x (B, T, C) after all blocks; the memory policy decides what they save."""
         # No name holds the first x while later blocks run: it may be a quarter of all memory
         training, tile = torch.is_grad_enabled(), self.memory.mlp_tile or 0

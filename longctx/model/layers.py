@@ -169,11 +169,20 @@ class SelfAttention(nn.Module):
         q = self.q_norm(q.flatten(2)).unflatten(-1, (-1, self.head_dim))
         return q, self.k_norm(k.flatten(2)).unflatten(-1, (-1, self.head_dim))
 
-    def gated(self, out: Tensor, x: Tensor) -> Tensor:
-        """Return attention's output (B, T, H, D) times its gate, made of attention's input x."""
-        assert self.gate is not None
-        gate = torch.sigmoid(self.gate(x)).unflatten(-1, (self.heads, -1))
-        return out * gate.to(out.dtype)
+    @property
+    def reads_input(self) -> bool:
+        """Return True if `finish` takes attention's input."""
+        return self.gate is not None
+
+    def finish(self, out: Tensor, x: Tensor | None) -> Tensor:
+        """Return what attention's output (B, T, H, D) adds to the residual stream; a gate is made
+        of attention's input x.
+        """
+        if self.gate is not None:
+            assert x is not None
+            gate = torch.sigmoid(self.gate(x)).unflatten(-1, (self.heads, -1))
+            out = out * gate.to(out.dtype)
+        return self.out(out.flatten(2))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """Attention's output, (B, T, H, D), before its projection."""
@@ -206,8 +215,9 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), of x (B, T, C).
 
-    Only attention mixes tokens. So a block is also before → attention → after, where `before` and
-    `after` can run on any slice of the tokens, see `longctx.model.recompute`.
+    Only attention, or another mixer in its place, mixes tokens. So a block is also before →
+    attention → after. `before` and `after` can run on any slice of the tokens, see
+    `longctx.model.recompute`.
     """
 
     def __init__(self, described: parts.BlockSpec, backend: AttentionConfig) -> None:
@@ -235,8 +245,8 @@ class Block(nn.Module):
         """Return what a branch adds to the residual stream."""
         return branch if self.branch_scale == 1 else branch * self.branch_scale
 
-    def before(self, x: Tensor, *angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of the block's input."""
+    def before(self, x: Tensor, *angles: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v of the block's input, or what else the mixer takes."""
         return self.attention.project(self.attention_norm(x), *angles)
 
     def after(
@@ -244,14 +254,14 @@ class Block(nn.Module):
     ) -> Tensor:
         """The block's output, from its input and attention's output (B, T, H, D)."""
         # A gate needs the `normed` input, made again if it is missing: no recomputation saves it.
-        if self.attention.gate is not None:
-            out = self.attention.gated(out, self.attention_norm(x) if normed is None else normed)
-        branch = self.attention_out_norm(self.attention.out(out.flatten(2)))
+        if self.attention.reads_input and normed is None:
+            normed = self.attention_norm(x)
+        branch = self.attention_out_norm(self.attention.finish(out, normed))
         x, normed = self.mlp_norm.add_and_norm(x, self.scaled(branch))
         branch = self.mlp_out_norm(self.mlp(normed, needs_value or self.always_needs_value))
         return x + self.scaled(branch)
 
-    def forward(self, x: Tensor, angles: Angles, mask: Mask) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles, mask: Any) -> Tensor:
         x, normed = self.attention_norm.add_and_norm(x)
-        q, k, v = self.attention.project(normed, *angles)
-        return self.after(x, self.attention(q, k, v, mask), normed=normed)
+        tensors = self.attention.project(normed, *angles)
+        return self.after(x, self.attention(*tensors, mask), normed=normed)

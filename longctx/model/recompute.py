@@ -9,6 +9,8 @@ So x, out and attention's lse, the saved activations, are enough for its gradien
 `before` run again, tile by tile, and attention's backward takes out and lse as they are. A backend
 without such a backward (all but flash) runs its forward again.
 
+Another mixer than attention runs its forward again, too, of all tokens and heads at one time.
+
 With memory.keep_every=n only the x of every n-th block is saved: the others are after(x, out) of
 the block before, which needs no attention either. Gradients of weights are added up over the tiles
 in the weights' precision, fp32 at least. Compare activation checkpointing (arXiv 1604.06174) and
@@ -31,6 +33,7 @@ from torch.autograd.function import once_differentiable
 from longctx.attention import Mask
 from longctx.config.layout_config import MemoryConfig, tile_size
 from longctx.model.experts import balancing, running
+from longctx.model.mixer import Mixer
 from longctx.model.offload import HostBuffers, SavedTensors
 from longctx.model.rope import Angles
 
@@ -130,9 +133,14 @@ class _Tape:
     def after(self, i: int, x: Tensor, out: Tensor) -> Tensor:
         return in_tiles(self.blocks[i].after, self.tile, (x, out), self.device)[0]
 
-    def attend(self, i: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return attention's output of block i and its lse."""
+    def attend(self, i: int, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return attention's output of block i and its lse; a mixer has none."""
         attention, out, lse = self.blocks[i].attention, None, None
+        if isinstance(attention, Mixer):
+            tensors = in_tiles(self.blocks[i].before, self.tile, (x, *self.angles[i]), self.device)
+            with torch.no_grad():
+                mixed = attention(*map(self.rows, tensors), self.masks[i])
+            return mixed.reshape(1, -1, *mixed.shape[2:]), None
         for queries, keys in self.groups(i):
             q, k, v = (self.rows(t) for t in self.of_heads(i, queries, keys, x))
             scores = attention.scores.of_heads(queries.start, q.shape[2])
@@ -147,7 +155,7 @@ class _Tape:
         """(1, B·T, H, D) → (B, T, H, D)"""
         return x.view(*self.shape[:2], *x.shape[2:])
 
-    def save(self, i: int, x: Tensor, out: Tensor, lse: Tensor) -> None:
+    def save(self, i: int, x: Tensor, out: Tensor, lse: Tensor | None) -> None:
         """Save attention's output of block i, unless it is made again, and, of every keep_every-th
         block, its input x.
         """
@@ -156,10 +164,11 @@ class _Tape:
             tensors["x"] = x
         self.saved[i] = self.holder(i, i, tensors)
 
-    def results(self, i: int, out: Tensor, lse: Tensor) -> dict[str, Tensor]:
+    def results(self, i: int, out: Tensor, lse: Tensor | None) -> dict[str, Tensor]:
         """Return the results of block i's attention that its backward takes."""
-        has_backward = self.blocks[i].attention.attend.description.has_backward
-        return {"out": out, "lse": lse} if has_backward else {"out": out}
+        if lse is None or not self.blocks[i].attention.attend.description.has_backward:
+            return {"out": out}
+        return {"out": out, "lse": lse}
 
     def holder(self, i: int, place: int, tensors: dict[str, Tensor]) -> SavedTensors:
         """Return `tensors` of block i, on the host if the block is offloaded; below 0 `place` is
@@ -246,12 +255,44 @@ def _block_backward(tape: _Tape, i: int, dy: Tensor, sums: _Sums) -> Tensor:
             qkv = block.before(leaf, *tape.angles[i])
 
     # attention
-    attention, scores = block.attention, block.attention.scores
+    if isinstance(block.attention, Mixer):
+        if not one_tile:
+            qkv = in_tiles(block.before, tape.tile, (x, *tape.angles[i]), tape.device)
+        dqkv = _mixer_backward(tape, i, do, qkv, sums)
+    else:
+        own = qkv if one_tile else None
+        dqkv = _attention_backward(tape, i, x, do, (out, lse), own, sums)
+    del do, out, lse, saved, into
+
+    # before
+    if one_tile:
+        leaves = leaf, *sums.weights
+        dx_before, *dweights = torch.autograd.grad(qkv, leaves, dqkv, allow_unused=True)
+        sums.add(dweights)
+        return dx + dx_before
+    gradients_in_tiles(block.before, tape.tile, (x,), tape.angles[i], dqkv, sums, [dx], add=True)
+    return dx
+
+
+def _attention_backward(
+    tape: _Tape,
+    i: int,
+    x: Tensor,
+    do: Tensor,
+    results: tuple[Tensor, Tensor | None],
+    qkv: Tokens | None,
+    sums: _Sums,
+) -> Tokens:
+    """Return dq, dk and dv of block i from its attention's `results`; without `qkv` they are made
+    again by group of heads.
+    """
+    attention, (out, lse) = tape.blocks[i].attention, results
+    scores = attention.scores
     dqkv: Tokens = do, None, None  # type: ignore[assignment]  # of groups dq takes do's memory
     dsinks = None if scores.sinks is None else torch.zeros_like(scores.sinks)
     counts = attention.heads, attention.kv_heads, attention.kv_heads
     for queries, keys in tape.groups(i):
-        own = [*qkv, out] if one_tile else tape.of_heads(i, queries, keys, x, out)
+        own = tape.of_heads(i, queries, keys, x, out) if qkv is None else (*qkv, out)
         own_lse = None if lse is None else lse[:, queries].to(do.device)
         q, k, v, own_out = (tape.rows(t.detach()) for t in own)
         gradients = attention.attend.backward(
@@ -268,16 +309,19 @@ def _block_backward(tape: _Tape, i: int, dy: Tensor, sums: _Sums) -> Tensor:
         # free before the next group
         del own, own_lse, q, k, v, own_out, gradients, parts, each
     sums.add([dsinks if weight is scores.sinks else None for weight in sums.weights])
-    del do, out, lse, saved, into
+    return dqkv
 
-    # before
-    if one_tile:
-        leaves = leaf, *sums.weights
-        dx_before, *dweights = torch.autograd.grad(qkv, leaves, dqkv, allow_unused=True)
-        sums.add(dweights)
-        return dx + dx_before
-    gradients_in_tiles(block.before, tape.tile, (x,), tape.angles[i], dqkv, sums, [dx], add=True)
-    return dx
+
+def _mixer_backward(tape: _Tape, i: int, do: Tensor, tensors: Tokens, sums: _Sums) -> Tokens:
+    """Return the gradients of the `tensors` that block i's mixer takes; it runs again."""
+    leaves = [tape.rows(t.detach()).requires_grad_() for t in tensors]
+    with torch.enable_grad():
+        out = tape.blocks[i].attention(*leaves, tape.masks[i])
+    inputs = *leaves, *sums.weights
+    found = torch.autograd.grad(out, inputs, do.reshape(out.shape), allow_unused=True)
+    sums.add(found[len(leaves) :])
+    each = zip(found, tensors, strict=False)
+    return tuple(torch.zeros_like(t) if g is None else g.reshape(t.shape) for g, t in each)
 
 
 class _After(torch.autograd.Function):

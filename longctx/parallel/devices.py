@@ -16,6 +16,7 @@ from longctx.attention import Mask
 from longctx.attention.description import DESCRIPTIONS, AttentionConfig
 from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
+from longctx.model.mixers.description import check_sharing
 from longctx.spec import hardware
 from longctx.spec.hardware import Machine
 from longctx.spec.model_config import GPTConfig
@@ -47,6 +48,7 @@ def check_attention(config: TrainConfig | EvalConfig, model: GPTConfig, device: 
             f"attention={config.attention.backend} is not exact, and devices that share sequences "
             "compute a part of its heads; give context=1"
         )
+    check_sharing(model, sharing.degree, sharing.method)
     if sharing.degree not in (1, "auto") and sharing.method_for(model.heads) == "allgather":
         # A rank's queries see arbitrary intervals of keys
         shard = Mask("intervals")

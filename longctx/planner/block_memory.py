@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from longctx.kernels.attention import hopper_size
+from longctx.model.mixers.description import MixerSpec
 from longctx.spec.parts import FP32, AttentionSpec, BlockSpec, Pass
 
 MLP, ATTENTION = "mlp", "attention"  # the halves of a block's backward, in their order
@@ -47,6 +48,8 @@ def kept(block: BlockSpec, p: Pass) -> Iterator[Kept]:
 
 def output(attention: AttentionSpec, p: Pass) -> float:
     """Return the bytes of the results of attention that recompute=block saves."""
+    if isinstance(attention, MixerSpec):
+        return p.activation * attention.query_size * p.tokens
     # Without a backward of its own the backend runs again, and makes the lse again
     lse = FP32 * attention.model.heads if p.backend.has_backward else 0
     return (p.activation * attention.query_size + lse) * p.tokens
@@ -103,6 +106,12 @@ def attention_backward(block: BlockSpec, p: Pass) -> float:
     """Return the bytes of attention's backward next to what its kernel takes."""
     e, C = p.activation, block.mlp.size
     q, kv = block.attention.query_size, block.attention.key_size
+    if isinstance(block.attention, MixerSpec):
+        # Residual; the output's gradient; what the mixer saves, again, and its own
+        again = attention_saved(block.attention, p) if p.recompute == "block" else 0
+        gradients = e * (q + 2 * kv) if block.attention.attends else 0
+        own = gradients + block.attention.cost(e).backward
+        return (e * (C + q) + own) * p.tokens + p.gradient * block.weights + again
     if p.in_groups:
         # Residual; do, in whose place dq comes, dk, dv; of a group q, k, v, the output, dq, dk, dv
         needed = e * (C + q + 2 * kv) * p.tokens + e * (3 * q + 4 * kv) * p.tokens / p.head_parts
@@ -129,6 +138,9 @@ def forward(block: BlockSpec, p: Pass) -> int:
 
 def attention_saved(part: AttentionSpec, p: Pass) -> float:
     """Return the bytes of q, k, v, the output and the lse that attention saves for backward."""
+    if isinstance(part, MixerSpec):
+        softmax = part.attends * attention_saved(part.softmax, p) if part.attends else 0
+        return softmax + (part.cost(p.activation).saved + p.activation * part.query_size) * p.tokens
     e, q, kv = p.activation, part.query_size, part.key_size
     # rotated q and k; v is a part of the projection's output, which is saved whole
     inputs = 2 * q + 3 * kv if p.backend.score_bytes is None else q + 2 * kv
@@ -149,6 +161,8 @@ def of_score(part: AttentionSpec, p: Pass) -> int:
 
 def attention_workspace(part: AttentionSpec, p: Pass) -> float:
     """Return the bytes that attention's backward takes besides its inputs and outputs."""
+    if isinstance(part, MixerSpec):
+        return attention_workspace(part.softmax, p) if part.attends else 0
     if p.in_groups:
         # As of all heads and fewer tokens
         fewer = p._replace(tokens=p.tokens // p.head_parts, head_parts=1, in_groups=False)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from longctx.config.layout_config import kv_copies
+from longctx.model.mixers.description import MixerSpec, attends
 from longctx.planner.peak_memory import (
     KEPT,
     OPTIMIZER,
@@ -42,6 +43,7 @@ SMALL = 160
 # there power holds bf16 back.
 FP8 = 1.43
 SMALL_FP8 = 500
+MIXED = 0.15  # share of the peak that the small products of recurrent layers reach; a guess
 STREAM = 0.8  # share of the bandwidth that elementwise kernels reach
 EAGER = 3.1  # times as many bytes for each score, if torch.compile fuses nothing
 IMBALANCE = 1.02  # pairs of the busiest rank to the mean, if sequences are dealt out in chunks
@@ -104,7 +106,7 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     of_weights: float = (3 * (e if added else 4) + 2) * (before + after)
     moved += fp8_layers * (N * (6 * ends + 3 * model.ffn) + of_weights)
     per_micro = {
-        "attention": attention_seconds(workload, chip),
+        "attention": attention_seconds(workload, chip) + mixer_seconds(workload, chip),
         "projections and MLP": products,
         "loss": loss,
         "norm, rope and copies": moved / (STREAM * chip.bandwidth),
@@ -174,10 +176,10 @@ def attention_seconds(workload: Workload, chip: Chip) -> float:
         workload.pass_of(workload.batch_size, workload.seq_len),
     )
     pairs = pairs_of_row(workload)
-    runs_again = pairs_of_row(workload, attends_again(workload)) / pairs
+    runs_again = pairs_of_row(workload, attends_again(workload)) / max(1, pairs)
     runs_again += layer.recompute == "block" and not description.has_backward
     if description.score_bytes is not None:
-        heads = model.heads * model.layers
+        heads = model.heads * sum(attends(block.attention) for block in model.blocks)
         scores = workload.batch_size * workload.seq_len**2 * heads / workload.context
         forward, backward = description.score_bytes
         is_fused = layer.is_compiled and layer.recompute == "none"
@@ -190,10 +192,26 @@ def attention_seconds(workload: Workload, chip: Chip) -> float:
     return flops * ((1 + runs_again) / forward_rate + 2.5 / backward_rate) / chip.flops
 
 
+def mixer_seconds(workload: Workload, chip: Chip) -> float:
+    """Return the time of what mixers do besides matrices and attention in one micro-batch."""
+    assert chip.flops is not None and chip.bandwidth is not None
+    e, again = workload.activation_bytes, workload.memory.recompute == "block"
+    costs = [
+        x.attention.cost(e) for x in workload.model.blocks if isinstance(x.attention, MixerSpec)
+    ]
+    flops = (3 + again) * sum(cost.flops for cost in costs)
+    # What is saved is written and read, each time it is made, and has a gradient
+    moved = (4 + 2 * again) * sum(cost.saved for cost in costs)
+    tokens = workload.batch_size * workload.seq_len / workload.context
+    return tokens * (flops / (MIXED * chip.flops) + moved / (STREAM * chip.bandwidth))
+
+
 def pairs_of_row(workload: Workload, layers: Iterable[int] | None = None) -> int:
     """Count the visible pairs of a sequence of one document, summed over `layers`, or all."""
     model, length, pairs = workload.model, workload.seq_len, 0
-    windows = Counter(map(model.window_of, range(model.layers) if layers is None else layers))
+    windows: Counter[int | None] = Counter()
+    for layer in range(model.layers) if layers is None else layers:
+        windows[model.window_of(layer)] += attends(model.blocks[layer].attention)
     for window, count in windows.items():
         # The first `reach` queries see 1, 2, ... keys, all others `reach`
         reach = min(length, window or length)

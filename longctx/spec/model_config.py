@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 from longctx.config.fields import Group, Key, build, group, key, positive
 from longctx.config.layout_config import divisors
 from longctx.config.rope_config import check_scaling
+from longctx.model.mixers import description as mixers
 from longctx.spec.experts import ExpertsConfig, ExpertsSpec
 from longctx.spec.parts import (
     NF4_BLOCK,
@@ -37,7 +38,7 @@ class Multipliers(Group):
 
 
 @dataclass
-class GPTConfig(Group):
+class GPTConfig(mixers.MixerKeys):
     """Sizes of a GPT in Llama's architecture; the defaults are the `tiny` preset.
 
     vocab_size: null: the tokenizer's, rounded up to a multiple of 64
@@ -171,8 +172,8 @@ class GPTConfig(Group):
         if window is not None and self.window_rope_theta is not None:
             theta, scaling, context = self.window_rope_theta, {}, None
         rope = RopeSpec(self.rotary_size, theta, scaling, context, tuple(self.query_growth))
-        named = ("attention", "self_attn", self.channels)
-        return AttentionSpec(*named, self, window, rope, rotates=layer not in self.nope_layers)
+        sizes = "attention", "self_attn", self.channels, self, window, rope
+        return mixers.layer(self.mixer_of(layer), *sizes, layer not in self.nope_layers)
 
     # A search asks thousands of steps of one model
     @cached_property
@@ -180,8 +181,8 @@ class GPTConfig(Group):
         """The parts of every block; layers that are alike share one value."""
         # All else is the same in every layer
         differences = [
-            (self.window_of(layer), layer in self.nope_layers, self.has_experts(layer))
-            for layer in range(self.layers)
+            (self.mixer_of(n), self.window_of(n), n in self.nope_layers, self.has_experts(n))
+            for n in range(self.layers)
         ]
         blocks = {each: self.block(differences.index(each)) for each in set(differences)}
         return [blocks[each] for each in differences]
@@ -207,6 +208,7 @@ class GPTConfig(Group):
         return replace(
             self,
             layers=len(chosen),
+            mixer=[self.mixer_of(layer) for layer in chosen],
             nope_layers=renumbered(self.nope_layers),
             window_layers=self.window_layers and renumbered(self.window_layers),
             experts=replace(self.experts, dense_layers=renumbered(self.experts.dense_layers)),
@@ -221,13 +223,10 @@ class GPTConfig(Group):
                 f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}; "
                 f"kv_heads can be {possible}"
             )
-        lists = {
-            "nope_layers": self.nope_layers,
-            "window_layers": self.window_layers or [],
-            "experts.dense_layers": experts.dense_layers,
-        }
+        names = "nope_layers", "window_layers", "experts.dense_layers"
+        lists = self.nope_layers, self.window_layers or [], experts.dense_layers
         # Another layer would be ignored without a word
-        for name, layers in lists.items():
+        for name, layers in zip(names, lists, strict=True):
             if list(layers) != sorted(set(layers).intersection(range(self.layers))):
                 last = self.layers - 1
                 yield f"model.{name}={list(layers)}: layers from 0 to {last}, each once, in order"
@@ -256,6 +255,7 @@ class GPTConfig(Group):
         if growth and (len(growth) != 2 or min(growth) <= 0):
             yield f"model.query_growth={growth}: two numbers above 0, [beta,n], or []"
         check_scaling("model.rope_scaling", self.rope_scaling, rotated, self.context)
+        yield from super().problems()
 
     def _embedding(self) -> int:
         assert self.vocab_size is not None, "model.vocab_size: a tokenizer gives it"

@@ -215,6 +215,7 @@ class Workload:
         reasons = (
             (self.device != "cuda", f"they are for a GPU, not device={self.device}; use a GPU"),
             (several, "they are for one GPU alone; use devices=1 strategy=auto"),
+            (set(model.mixer) - {"softmax"}, "mixers launch by the documents of a sequence"),
             (not model.has_kernels, "transformers computes the model, and waits for the GPU"),
             (
                 not attention.description.capturable,

@@ -15,6 +15,7 @@ import torch
 
 from longctx.attention import Mask, attention, kernels_run, registered
 from longctx.kernels import integers, machine, sha256, sources
+from longctx.model.mixers.description import plugins_of
 from longctx.parallel.devices import dtype_of
 from longctx.runs import run_folder
 from longctx.spec.step import Workload
@@ -32,15 +33,14 @@ def of_workload(workload: Workload) -> Lock:
     chosen, device = workload.attention, torch.empty(0, device=workload.device).device
     backend, kernel = registered()[chosen.backend], "unknown before it runs"
     results: dict[str, str] = {}
-    if source := backend.source():
+    for source in filter(None, (backend.source(), *plugins_of(workload.model))):
         results[source.name] = hashlib.sha256(source.read_bytes()).hexdigest()
     if chosen.description.reproducible:
         # The first use of a kernel tests it, and may raise SelfTestFailed
         results |= fingerprint(workload, device)
         kernel = kernels_run()[chosen.backend]
-    lock: Lock = {"backend": chosen.backend, "kernel": kernel}
+    lock: Lock = {"backend": chosen.backend, "kernel": kernel, "sources": sources(kernel)}
     lock |= {"machine": machine(device) | backend.versions(), "fingerprint": results}
-    lock |= {"sources": sources(kernel)}
     return run_folder.plain(lock)  # torch.__version__, for one, is no plain string
 
 

@@ -1,0 +1,187 @@
+"""A mixer: the layer of a block in which tokens see one another. Softmax attention is one, in
+layers.py; this is the base of all others, in mixers/ and in plugins.
+
+A mixer is called in three parts, as attention is. Recomputation runs the first and the last in
+tiles:
+
+    tensors = project(normed x),   out = forward(*tensors, batch),   branch = finish(out, normed x)
+
+`project` and `finish` see each token alone, and do nothing unless a mixer brings its own. So
+`forward(x, batch)` is all that a simple one needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from longctx.attention import Mask
+from longctx.attention.description import AttentionConfig
+from longctx.attention.exchange import Ranks, all_to_all
+from longctx.model.layers import linears
+from longctx.model.mixers.description import Cost, MixerSpec
+
+ALONE = Ranks()
+
+
+class Batch:
+    """The documents of sequences (B, T), and the ranks that share them.
+
+    `mask` is bound and causal inside documents, with the window of the layer if it has one.
+    """
+
+    def __init__(self, mask: Mask, rows: int, ranks: Ranks = ALONE) -> None:
+        if mask.kind not in ("causal", "documents"):
+            raise ValueError(f"a mask of kind {mask.kind}: model.mixer takes causal ones alone")
+        self.mask, self.ranks, self.window = mask, ranks, mask.window
+        assert mask.last is not None
+        self.rows, self.length, self.device = rows, mask.last.shape[1], mask.last.device
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Each token's position in its own document, (B, T) int64."""
+        return self.mask.positions(self.rows, self.length, self.device)
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """First token of each document, then their number: int32, of all sequences in a row."""
+        if self.mask.offsets is not None:
+            return self.mask.offsets
+        return self.length * torch.arange(self.rows + 1, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def documents(self) -> Tensor:
+        """Each token's document, (B, T) int64, counted through all sequences."""
+        tokens = torch.arange(self.rows * self.length, dtype=torch.int32, device=self.device)
+        numbers = torch.searchsorted(self.offsets, tokens, right=True) - 1
+        return numbers.view(self.rows, self.length)
+
+    def own_heads(self, weight: Tensor) -> Tensor:
+        """Return the rows of `weight`, equally many for each head, of this rank's heads."""
+        return weight.chunk(self.ranks.count)[self.ranks.rank]
+
+
+class Mixer(nn.Module):
+    """The base of mixers. `weights` names them, `forward` computes, `naive` is the formula.
+
+    A weight of two dimensions is a linear layer, called as `self.NAME(x)`; LoRA, FP8 and Muon know
+    it. It is stacked of matrices if its rows are a tuple of numbers. All others are parameters.
+    A matrix called `out` writes to the residual stream: it starts smaller.
+
+    options: the keys of model.mixer_options.NAME, with their defaults
+    share: how context=N divides it; "heads": a rank has all tokens of some heads, that is of
+        dimension 2 of all `tensors` and of `out`, and `batch.own_heads` of weights; None: refused
+    names: weight → its tensor in a layer of a Hugging Face folder; None: export refuses
+    attends: how often it calls softmax attention, of the model's heads, for each token
+    """
+
+    options: ClassVar[Mapping[str, Any]] = {}
+    share: ClassVar[str | None] = None
+    names: ClassVar[Mapping[str, str] | None] = None
+    attends: ClassVar[int] = 0
+
+    def __init__(self, part: MixerSpec, backend: AttentionConfig) -> None:
+        super().__init__()
+        self.part, self.backend = part, backend
+        for linear, described in zip(linears(part), part.linears, strict=True):
+            self.add_module(described.name, linear)
+        for name, _ in part.vectors:
+            self.register_parameter(name, nn.Parameter(torch.zeros(part.shapes[name])))
+
+    @classmethod
+    def weights(cls, spec: MixerSpec) -> Mapping[str, tuple[Any, ...]]:
+        """Return the shape of each weight: of hidden size spec.size, and of model keys spec.model,
+        such as spec.model.heads.
+        """
+        raise NotImplementedError(f"{cls.__name__} has no weights")
+
+    @classmethod
+    def cost(cls, spec: MixerSpec, e: int) -> Cost:
+        """Return its cost with activations of e bytes; the default is a guess."""
+        return Cost(saved=8 * e * spec.size, backward=8 * e * spec.size)
+
+    @classmethod
+    def width(cls, spec: MixerSpec) -> int:
+        """Return the number of channels of `out`."""
+        return spec.model.heads * spec.model.head_size if cls.attends else spec.size
+
+    @classmethod
+    def heads(cls, spec: MixerSpec) -> int:
+        """Return a number that devices may divide, if `share` is "heads"."""
+        heads: int = spec.model.heads
+        return heads
+
+    @classmethod
+    def problem(cls, spec: MixerSpec) -> str | None:
+        """Return why no such layer can be made, with a remedy, or None."""
+        return None
+
+    def start(self, name: str, weight: Tensor) -> None:
+        """Fill a weight that is no matrix for the beginning of training."""
+        nn.init.zeros_(weight)
+
+    def project(self, x: Tensor, *angles: Tensor) -> tuple[Tensor, ...]:
+        """Return what `forward` takes, of the normed input x (B, T, C) and its rotary positions."""
+        return (x,)
+
+    def forward(self, *tensors: Any) -> Tensor:
+        """Return (B, T, ...) of the tensors (B, T, ...) of `project`, and a `Batch`."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward")
+
+    def naive(self, *tensors: Any) -> Tensor:
+        """Do as `forward`, by the formula."""
+        raise NotImplementedError(f"{type(self).__name__} has no naive")
+
+    reads_input = False  # True if `finish` takes x
+
+    def finish(self, out: Tensor, x: Tensor | None) -> Tensor:
+        """Return the branch (B, T, C) of the output of `forward`, and of the normed input x."""
+        return out
+
+    # Decoding: a mixer without `step` reads each text anew for every token
+
+    def prefill(self, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Do as `forward`; return the state after each document too, (documents, ...)."""
+        raise NotImplementedError(f"{type(self).__name__} has no decoding of its own")
+
+    def step(self, *tensors: Any) -> Tensor:
+        """Return out (B, 1, ...) of the next token of each text, of `project` and the state, which
+        it changes in place.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no decoding of its own")
+
+    @property
+    def decodes(self) -> bool:
+        """Return True if it has a `step`."""
+        return type(self).step is not Mixer.step
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        *tensors, batch = arguments
+        if batch.ranks.count == 1:
+            return super().__call__(*arguments)
+        out = super().__call__(*to_heads(tensors, batch.ranks), batch)
+        return to_tokens(out, batch.ranks)
+
+
+def to_heads(tensors: list[Tensor], ranks: Ranks) -> list[Tensor]:
+    """Turn tensors (B, n, H, ...) of this rank's tokens into (B, N, H/P, ...) of its heads."""
+    # one message: the tensors side by side, in the widest of their dtypes
+    slots = [x.unflatten(2, (ranks.count, -1)).flatten(3) for x in tensors]
+    sent = torch.cat(slots, dim=3).permute(2, 0, 1, 3).contiguous()
+    received = all_to_all(sent, ranks.group).transpose(0, 1).flatten(1, 2)
+    parts = received.split([x.shape[3] for x in slots], dim=2)
+    shapes = [(x.shape[2] // ranks.count, *x.shape[3:]) for x in tensors]
+    return [
+        part.unflatten(2, shape).to(x.dtype)
+        for part, shape, x in zip(parts, shapes, tensors, strict=True)
+    ]
+
+
+def to_tokens(out: Tensor, ranks: Ranks) -> Tensor:
+    """Turn (B, N, H/P, D) of this rank's heads into (B, n, H, D) of its tokens."""
+    sent = out.unflatten(1, (ranks.count, -1)).transpose(0, 1).contiguous()
+    return all_to_all(sent, ranks.group).permute(1, 2, 0, 3, 4).flatten(2, 3)

@@ -1,0 +1,137 @@
+"""Mixers: what holds for all of them, with the one of the docs; registration and refusals."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from longctx import plugins
+from longctx.attention import Mask
+from longctx.config.asked import divisions, workload_of
+from longctx.config.fields import build
+from longctx.config.layout_config import ContextConfig, MemoryConfig
+from longctx.config.train_config import TrainConfig
+from longctx.hf.families import write_config
+from longctx.model import GPT
+from longctx.model.decoder import Decoder
+from longctx.model.mixers.description import MIXERS, MixerSpec
+from longctx.parallel.devices import check_attention
+from longctx.spec.model_config import GPTConfig
+from longctx.spec.parts import AttentionSpec
+from longctx.training import kernel_lock
+from tests.test_docs import blocks
+
+SHORT = next(code for code in blocks("extend.md", "python") if "class ShortConvolution" in code)
+SIZES = {"channels": 48, "heads": 6, "kv_heads": 2, "ffn": 80, "vocab_size": 71, "init_std": 0.3}
+LENGTHS = (1, 2, 17, 5, 12)  # of documents
+
+
+@pytest.fixture(autouse=True)
+def short(tmp_path) -> Iterator[None]:
+    """Register the mixer of the docs; forget it after the test."""
+    (tmp_path / "my_mixer.py").write_text(SHORT)
+    plugins.load([str(tmp_path / "my_mixer.py")])
+    yield
+    MIXERS.remove("short")
+    for name in [name for name in sys.modules if name.startswith("my_mixer")]:
+        del sys.modules[name]
+
+
+def small(*mixer: str, memory: MemoryConfig | str = "fast", **changes: object) -> GPT:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(layers=3, mixer=list(mixer), **SIZES | changes), "flash", memory)
+
+
+def packed() -> tuple[Tensor, Mask]:
+    ids = torch.randint(71, (2, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    numbers = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    return ids, Mask.documents(torch.stack([numbers, numbers]))
+
+
+def step(model: GPT) -> list[Tensor]:
+    ids, mask = packed()
+    loss = model(ids, ids.roll(-1, 1), mask)
+    return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def test_layers_repeat_and_attention_alone_is_the_default():
+    config = small("short", "softmax").config
+    assert [config.mixer_of(n) for n in range(3)] == ["short", "softmax", "short"]
+    assert [type(x.attention) for x in config.blocks] == [MixerSpec, AttentionSpec, MixerSpec]
+    assert config.with_layers([1, 2]).mixer == ["softmax", "short"]
+    assert {type(x.attention) for x in GPTConfig().blocks} == {AttentionSpec}
+    model = GPT(config)
+    assert config.parameters() == sum(x.numel() for x in model.parameters())
+
+
+MEMORIES = (
+    MemoryConfig("fast", recompute="mlp", mlp_tile=7),
+    MemoryConfig("balanced"),
+    MemoryConfig("balanced", mlp_tile=9),
+    MemoryConfig("balanced", keep_every=2, mlp_tile=9),
+    MemoryConfig("balanced", keep_every=2, attention_again=1.0),
+    MemoryConfig("balanced", heads_at_once=1),
+)
+
+
+@pytest.mark.parametrize("memory", MEMORIES, ids=str)
+def test_recomputation_changes_nothing(memory):
+    exact = step(small("short", "softmax"))
+    for found, wanted in zip(step(small("short", "softmax", memory=memory)), exact, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_the_forward_is_the_formula_and_documents_are_alone():
+    model = small("short").requires_grad_(False)
+    ids, mask = packed()
+    logits = model(ids, mask=mask)
+    for block in model.blocks:
+        block.attention.forward = block.attention.naive
+    torch.testing.assert_close(model(ids, mask=mask), logits, rtol=1e-4, atol=1e-5)
+    alone = [model(x) for x in ids[:1].split(LENGTHS, dim=1)]
+    torch.testing.assert_close(torch.cat(alone, dim=1), logits[:1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_mixer_without_a_step_is_decoded_by_its_forward(capsys):
+    model = small("short", "softmax").eval().requires_grad_(False)
+    decoder, text = Decoder(model, 1, 9), packed()[0][:1, 1:10]
+    found = [decoder.prefill([text[0, :6].tolist()]), *map(decoder.step, text[:, 6:8].mT)]
+    torch.testing.assert_close(torch.cat(found), model(text)[0, 5:8], rtol=1e-4, atol=1e-4)
+    assert "model.mixer=short has no decoding" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"mixer": ["shrt"]}, "did you mean short?"),
+        ({"mixer": []}, "model.mixer="),
+        ({"mixer": ["short"], "mixer_options": {"short": {"taps": 4}}}, "short.taps: not an opt"),
+        ({"mixer_options": {"short": {}}}, "model.mixer_options.short"),
+    ],
+)
+def test_layers_and_options_are_checked(values, message):
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        build(GPTConfig, values, "model.").validate()
+
+
+def test_what_a_mixer_lacks_is_refused():
+    config = TrainConfig(devices=2, model=small("short").config)
+    with pytest.raises(ValueError, match=r"context=2: model\.mixer=short .* give 1"):
+        check_attention(replace(config, context=ContextConfig(2)), config.model, "cpu")
+    shared = replace(config, context=ContextConfig("auto"))
+    assert {division.context for division in divisions(shared, config.model)} == {1}
+    with pytest.raises(ValueError, match=r"model\.mixer="):
+        write_config(config.model, 64)
+    with pytest.raises(ValueError, match="graphs=true: mixers"):
+        workload_of(replace(config, devices=1, graphs="true"), "cuda", 64).check_graphs()
+    ids = packed()[0]
+    with pytest.raises(ValueError, match=r"model\.mixer takes"):
+        small("short")(ids, mask=Mask.full())
+
+
+def test_the_lock_has_the_hash_of_a_mixer():
+    workload = workload_of(TrainConfig(model=small("short").config), "cpu", 64)
+    assert "my_mixer.py" in kernel_lock.of_workload(workload)["fingerprint"]
