@@ -130,8 +130,8 @@ class EvalConfig(Group):
 class ScoreConfig(EvalConfig):
     """Write how much each document gains from a long context.
 
-    longctx score runs/NAME split=train out=scored.jsonl
     longctx score OWNER/NAME data=text data.path=docs/ seq_len=32k short=4k
+    longctx train data=text data.path=docs/ data.filter=scored.jsonl
 
     out: a line for each document: what its tokens gain by seq_len over short; a picture: .png
     short: tokens of the short context; null: 1,024, or an eighth of a seq_len below 8,192

@@ -100,7 +100,7 @@ def show_perplexity(content: Content) -> None:
     if content["by_context"]:
         show_rows("the same tokens with shorter contexts", content["by_context"], forms)
     if "gains" in content:
-        show_rows("gain over the shortest context: best and worst", content["gains"], forms)
+        show_rows("gain over the short context: best and worst", content["gains"], forms)
         show_rows("gain by position", content["gain_by_position"], forms)
     total = content["total"]
     # The standard error is of the loss, so it counts times the perplexity.
