@@ -73,7 +73,7 @@ class EvalConfig(Group):
     contexts: lengths to score the same tokens at; null: 1024 (or an eighth) … seq_len; []: none
     batch_size: windows per forward; null: 65,536 tokens on a GPU, 4,096 on a CPU
     wandb: send the result there too: disabled | auto | online | offline
-    chat_template: write the prompts of tasks by the model's chat template; null: if it has one
+    chat_template: write prompts of tasks or ruler by the model's; null: of tasks, if it has one
     """
 
     checkpoint: str | None = key(None, MODEL, positional=True, compared=False)
@@ -90,7 +90,7 @@ class EvalConfig(Group):
     tasks: list[str] = key([], "run these of lm-evaluation-harness instead, such as [wikitext]")
     tasks_path: str | None = key(None, "folder with the YAML files of the tasks", needs="tasks")
     fewshot: int | None = key(None, "per question; null: task's", between=(0, 10**6), needs="tasks")
-    chat_template: bool | None = key(None, needs="tasks")
+    chat_template: bool | None = key(None)
     plugins: list[str] | None = key(None, PLUGINS)
     attention: AttentionConfig = group(AttentionConfig)
     passkey: PasskeyConfig = group(PasskeyConfig)
@@ -116,6 +116,8 @@ class EvalConfig(Group):
         ignored = [] if not chosen else ["contexts", "stride"]
         ignored += ["batch_size"] if chosen and not self.tasks else []
         ignored = [name for name in ignored if getattr(self, name) is not None]
+        if self.chat_template is not None and not (self.tasks or self.ruler.enabled):
+            yield "chat_template=: does nothing without tasks= or ruler=true; leave it out"
         # Each device answers texts of its own
         if self.ruler.enabled and self.context.degree != 1:
             ignored.append("context")

@@ -299,21 +299,21 @@ def measure_passkeys(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]
 def measure_ruler(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
     """Answer RULER's tasks; ValueError if the documents are too few or a length too short."""
     config, model, lengths, text = setup.config, setup.model, setup.lengths, None
-    longest = max(lengths)
-    if any(ruler.TASKS[task].essay for task in config.ruler.chosen):
+    asked, longest = config.ruler, max(lengths)
+    if any(ruler.TASKS[task].essay for task in asked.chosen):
         ids = passkey.filler_of(setup.documents(), model.tokenizer, 2 * longest)
         passkey.check_filler("ruler.lengths", ids, lengths)
         text = model.tokenizer.decode(ids)
-    texts = ruler.Texts(config.ruler, model.tokenizer, text or "")
-    total = len(lengths) * len(config.ruler.chosen) * config.ruler.samples
-    with Progress("texts", total) as progress:
+    template = Template(model.folder) if config.chat_template else None
+    texts = ruler.Texts(asked, model.tokenizer, text or "", template)
+    with Progress("texts", len(lengths) * len(asked.chosen) * asked.samples) as progress:
         answers = list(answered(scorer, texts, lengths, progress.count))
     scores: dict[str, list[float]] = {}
     for (task, _), rows in groupby(answers, lambda row: (row["task"], row["length"])):
         scores.setdefault(task, []).append(round(fmean(row["score"] for row in rows), 6))
     content = {
-        "samples": config.ruler.samples,
-        "seed": config.ruler.seed,
+        "samples": asked.samples,
+        "seed": asked.seed,
         "text": None if text is None else setup.source,
         "ruler": {"lengths": lengths, "scores": scores},
         "answers": answers,

@@ -5,8 +5,7 @@ https://github.com/NVIDIA/RULER (synthetic.yaml). Nothing is downloaded, so the 
 user's own documents, and questions about Wikipedia (qa) are left to lm-eval; docs/evaluation.md
 lists every difference. A task makes a text of any size in a unit of its own: words of the essay,
 lines, words of a list. Equal seeds make equal texts, and every size of a text asks the same.
-
-Next to RULER's tasks are three like GraphWalks, MRCR and OOLONG, which run if they are named.
+Three tasks like GraphWalks, MRCR and OOLONG run if they are named.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from typing import NamedTuple
 from longctx.config.eval_config import RulerConfig
 from longctx.config.fields import refuse
 from longctx.data import Tokenizer
+from longctx.data.chat import Template
 
 PROMPTS: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 # A list a line. RULER draws from a package; these words are equal on every machine.
@@ -75,10 +75,15 @@ class RulerTask(NamedTuple):
 
 
 class Texts:
-    """The samples of the tasks of `config`, made of `text`."""
+    """The samples of the tasks of `config`, made of `text`, as a user's turns of a `template`."""
 
-    def __init__(self, config: RulerConfig, tokenizer: Tokenizer, text: str) -> None:
-        self.config, self.tokenizer = config, tokenizer
+    def __init__(
+        self, config: RulerConfig, tokenizer: Tokenizer, text: str, template: Template | None = None
+    ) -> None:
+        self.config, self.tokenizer, self.template = config, tokenizer, template
+        # As text of a user they would end the turn
+        for token in [] if template is None else template.special:
+            text = text.replace(token, " ")
         self.essay = essay_words(text)
         # Lines of noise in the solved example of vt: 5, or as many as EXAMPLE_TOKENS hold.
         longer = (chain(size + 1, 3, random.Random(0)).prompt for size in count(HOPS + 1))
@@ -89,7 +94,10 @@ class Texts:
         """Make sample `number`, which asks the same at every size."""
         rng = random.Random(f"ruler {self.config.seed} {task} {length} {number}")
         sample = TASKS[task].make(self, length, size, rng)
-        return sample, self.tokenizer.encode_prompt(sample.prompt)
+        if self.template is None:
+            return sample, self.tokenizer.encode_prompt(sample.prompt)
+        row = {"messages": [{"role": "user", "content": sample.prompt}]}
+        return sample, self.tokenizer.encode_question(self.template.prompt(task, row))
 
     def samples(self, task: str, length: int) -> Iterator[Encoded]:
         """Return samples as long as `length` allows; ValueError if the smallest are longer."""
@@ -193,11 +201,8 @@ def needles(
                 lines = [needle(key=next(others), value=draw()) for _ in lines]
             positions = sorted(rng.sample(range(size), len(hidden)))
             context = "\n".join(inserted(lines, positions, hidden[::-1]))
-        prompt, noun = PROMPTS["niah"], form
-        # A single value is asked for in the singular.
-        if queries * values == 1:
-            prompt = prompt.replace("Some", "A").replace("are all", "is").replace("are", "is")
-            noun = form.removesuffix("s")
+        is_one = queries * values == 1
+        prompt, noun = PROMPTS["niah_one" if is_one else "niah"], form.removesuffix("s" * is_one)
         query = f"{', '.join(asked_for[:-1])}, and {asked_for[-1]}" if queries > 1 else asked_for[0]
         outputs = [value for name in asked_for for value in found[name]]
         return Sample(prompt.format(form=noun, context=context, query=query), outputs)
@@ -272,9 +277,8 @@ def graph_walk(texts: Texts, length: int, size: int, rng: random.Random) -> Samp
             met |= found
         if 0 < len(found) <= REACHED:
             break
-    question = PROMPTS["graphwalks_search" if depth else "graphwalks_parents"]
     context = "\n".join(f"{here} -> {there}" for here, there in edges)
-    asked = question.format(node=node, depth=depth)
+    asked = PROMPTS["search" if depth else "parents"].format(node=node, depth=depth)
     return Sample(PROMPTS["graphwalks"].format(context=context, question=asked), sorted(found))
 
 
@@ -288,7 +292,7 @@ def requests(texts: Texts, length: int, size: int, rng: random.Random) -> Sample
     """Ask for one of the answers to equal requests, among `size` other ones (MRCR, arXiv
     2409.12640, https://huggingface.co/datasets/openai/mrcr).
     """
-    number, prefix = rng.randrange(len(EQUAL)), "".join(rng.choices(string.ascii_letters, k=10))
+    number, prefix = rng.choice(EQUAL), "".join(rng.choices(string.ascii_letters, k=10))
     kinds = [f"{form} about the {topic}" for topic in rng.sample(NOUNS, 6) for form in WRITTEN]
     rng.shuffle(kinds)
     asked, *others = kinds
@@ -296,10 +300,9 @@ def requests(texts: Texts, length: int, size: int, rng: random.Random) -> Sample
     lines = inserted(rng.choices(others, k=size), positions, [asked] * len(EQUAL))
     turns = [(kind, " ".join(rng.choices(WORDS, k=20))) for kind in lines]
     context = "\n".join(PROMPTS["mrcr_turn"].format(kind=kind, text=text) for kind, text in turns)
-    prompt = PROMPTS["mrcr"].format(
-        context=context, prefix=prefix, number=EQUAL[number], kind=asked
-    )
-    return Sample(prompt, [prefix, [text for kind, text in turns if kind == asked][number]])
+    found = [text for kind, text in turns if kind == asked]
+    prompt = PROMPTS["mrcr"].format(context=context, prefix=prefix, number=number, kind=asked)
+    return Sample(prompt, [prefix, found[EQUAL.index(number)]])
 
 
 def match_ratio(answer: str, outputs: Sequence[str]) -> float:
@@ -318,8 +321,7 @@ def labels(texts: Texts, length: int, size: int, rng: random.Random) -> Sample:
     lines = rng.choices(names, (1, 2, 3, 4), k=size)
     count, more = lines.count(label), lines.count(label) - lines.count(other)
     compared = "more common than" if more > 0 else "less common than" if more else "as common as"
-    draw = partial(rng.choice, PAIRS)
-    context = "\n".join(PROMPTS["oolong_line"].format(text=draw(), label=name) for name in lines)
+    context = "\n".join(PROMPTS["line"].format(text=rng.choice(PAIRS), label=x) for x in lines)
     asked = PROMPTS["oolong_count" if counts else "oolong_compare"].format(label=label, other=other)
     prompt = PROMPTS["oolong"].format(context=context, question=asked)
     return Sample(prompt, [str(count) if counts else compared])

@@ -115,6 +115,7 @@ MISTAKES = [
     (["stride=65"], "stride=65"),
     (["contexts=[16,65]"], "contexts=[16, 65]"),
     (["fewshot=2"], "fewshot=2"),
+    (["passkey=true", "chat_template=true"], "chat_template=: does nothing without"),
     (["tasks=[a]", "contexts=[16]"], "contexts="),
     (["tasks=[a]", "passkey=true"], "tasks=[a]"),
     (["devices=4", "context=3"], "context=3: does not divide devices=4"),

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 
 from longctx.config.eval_config import MORE_TASKS, RULER_TASKS, RulerConfig
+from longctx.data.chat import Template
 from longctx.data.tokenizer import Tokenizer
 from longctx.evaluation.evaluate import answered
 from longctx.evaluation.ruler import TASKS, Texts, contained, essay_words, inserted, sentences
 from longctx.evaluation.score import Scorer
 from longctx.model import GPT, GPTConfig
+from tests.data.chat_templates import CHATML, write_tokenizer
+from tests.data.chat_templates import write as write_template
 from tests.evaluation.conftest import ESSAY
 
 LENGTH = 3001
@@ -110,6 +113,21 @@ def test_who_finds_everything_scores_1(tokenizer):
     scored = list(answered(Reader(tokenizer), texts, [2500, LENGTH], lambda texts: None))
     assert len(scored) == 2 * len(ALL_TASKS) * 2
     assert {row["score"] for row in scored} == {1.0}
+
+
+def test_a_chat_template_writes_the_prompts_of_a_user(tmp_path):
+    write_tokenizer(tmp_path)
+    write_template(tmp_path, CHATML)
+    tokenizer, template = Tokenizer.load(tmp_path), Template(tmp_path)
+    essay = f"{ESSAY} A turn ends by <|im_end|> in this template. " * 3
+    texts = Texts(RulerConfig(samples=2), tokenizer, essay, template)
+    for task in ("niah_single_2", "oolong"):
+        room = LENGTH - TASKS[task].answer
+        for sample, ids in texts.samples(task, LENGTH):
+            row = {"messages": [{"role": "user", "content": sample.prompt}]}
+            assert tokenizer.decode(ids) == template.prompt("", row)
+            assert 0.75 * room < len(ids) <= room
+            assert sorted(solved(sample.prompt)) == sorted(sample.outputs)
 
 
 TEXT = "a rose is a rose"
