@@ -128,7 +128,7 @@ def test_prompts_of_a_chat_template_are_those_of_hflm(tmp_path, monkeypatch):
     write_tokenizer(tmp_path)
     write_template(tmp_path, CHATML)
     torch.manual_seed(1)
-    model = GPT(GPTConfig(Tokenizer.load(tmp_path).vocab_size, **SHAPE), "naive").eval()
+    model = GPT(GPTConfig(vocab_size=Tokenizer.load(tmp_path).vocab_size, **SHAPE), "naive").eval()
     export(model, tmp_path, tmp_path / "hf", context=64)
     folder = tmp_path / "hf"
     theirs = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1)
@@ -166,7 +166,7 @@ def test_texts_are_scored_in_the_windows_of_hflm(model, tokenizer, tmp_path):
 def test_padding_does_not_stretch_a_model(tokenizer):
     torch.manual_seed(0)
     scaling = {"rope_type": "dynamic", "factor": 4.0}
-    config = GPTConfig(tokenizer.vocab_size, rope_scaling=scaling, context=8, **SHAPE)
+    config = GPTConfig(vocab_size=tokenizer.vocab_size, rope_scaling=scaling, context=8, **SHAPE)
     model = GPT(config, "naive").eval()
     rng = np.random.default_rng(0)
     requests = [(("", ""), rng.integers(256, size=n).tolist(), [5]) for n in (30, 3, 12, 19)]

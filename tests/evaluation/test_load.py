@@ -130,7 +130,9 @@ def test_a_conversation_is_scored_as_its_val_loss(folder):
     settings |= {"val_fraction": 0.4, "cache": str(folder / "cache")}
     data = load(DataConfig(**settings, tokenizer=str(run)), 512)
     torch.manual_seed(0)
-    config = GPTConfig(data.tokenizer.vocab_size, layers=1, channels=32, heads=4, init_std=0.3)
+    config = GPTConfig(
+        vocab_size=data.tokenizer.vocab_size, layers=1, channels=32, heads=4, init_std=0.3
+    )
     model = GPT(config, "naive").eval().requires_grad_(False)
     nats, targets = 0.0, 0
     for row in (data.val[n] for n in range(len(data.val))):
