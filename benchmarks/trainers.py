@@ -36,11 +36,10 @@ from torch.backends.cuda import enable_cudnn_sdp, enable_math_sdp, enable_mem_ef
 from torch.profiler import ProfilerActivity, profile
 
 from longctx.attention import Mask
-from longctx.attention.communication import Laps
 from longctx.config.layout_config import MemoryConfig
 from longctx.model.loss import linear_cross_entropy
 from longctx.parallel.devices import is_out_of_memory, within_memory
-from longctx.training.dry_run import OUT_OF_MEMORY
+from longctx.training.dry_run import OUT_OF_MEMORY, Laps
 from longctx.training.memory import measured
 
 PACKAGES = ("transformers", "liger-kernel", "peft", "accelerate")

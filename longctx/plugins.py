@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from longctx import untrusted
-from longctx.attention.description import DESCRIPTIONS, AttentionConfig
+from longctx.attention.description import DESCRIPTIONS, SCORES, AttentionConfig
 from longctx.config.fields import refuse
 from longctx.runs import run_folder
 
@@ -90,18 +90,22 @@ def check_checkpoint(checkpoint: Path, given: Sequence[str] | None) -> None:
 def attention_of(
     run: Mapping[str, Any] | None, file: Path, asked: AttentionConfig | None = None
 ) -> AttentionConfig:
-    """Return the attention that computes the model of `file`: `asked`, else that of its `run`, else
-    flash. Raises ValueError if the run's is of a plugin that is not loaded, or is not exact and
-    another is asked for.
+    """Return the attention that computes the model of `file`: `asked`, with the run's score
+    function, else that of its `run`, else flash. Raises ValueError if the run's is of a plugin that
+    is not loaded, or is not exact and another is asked for.
     """
     run = run or {}
     with untrusted.opened(file, "attention="):
         own = AttentionConfig(**run.get("attention", {}))
-        trained = f"{file} was trained with attention={own.backend}"
+        variant = own.variant
+        trained = f"{file} was trained with {variant or f'attention={own.backend}'}"
         plugin = f"{trained}, of {as_typed(run.get('plugins') or ['FILE.py'])}; name that"
-        refuse((own.backend not in DESCRIPTIONS, plugin))
+        known = own.backend in DESCRIPTIONS and own.options.get("score", "none") in SCORES
+        refuse((not known, plugin))
         own.validate()
-        other = asked is not None and asked.backend != own.backend and not own.description.exact
+        if asked is not None and "score" in own.options and "score" in asked.description.options:
+            asked = AttentionConfig(asked.backend, own.options | asked.options)
+        other = asked is not None and variant is not None and asked.variant != variant
         problem = f"attention={asked and asked.backend}: {trained}, which computes something else"
         refuse((other, f"{problem}; leave attention out"))
     return asked or own

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         check,
         kernels_run,
         register,
+        register_score,
         registered,
     )
 
@@ -32,6 +33,7 @@ __all__ = [
     "check",
     "kernels_run",
     "register",
+    "register_score",
     "registered",
 ]
 

@@ -34,29 +34,6 @@ def elapsed_ms(begin: Moment, end: Moment) -> float:
     return begin.elapsed_time(end)
 
 
-class Laps:
-    """Milliseconds from each `begin` to its `end`, on a GPU by its own clock."""
-
-    def __init__(self, on_gpu: bool) -> None:
-        self.on_gpu = on_gpu
-        self._begun: list[Moment] = []
-        self._ended: list[Moment] = []
-
-    def begin(self) -> None:
-        """Begin a lap with the work that the device is given from now on."""
-        self._begun.append(now(self.on_gpu))
-
-    def end(self) -> None:
-        """End the lap behind the work that the device has been given."""
-        self._ended.append(now(self.on_gpu))
-
-    def ms(self) -> list[float]:
-        """Return the milliseconds of all laps that have ended; wait for the device."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
-        return list(map(elapsed_ms, self._begun, self._ended))
-
-
 class Clock:
     """Adds up the time inside `with clock:` on `device`; an inner block counts with its outer."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ from longctx.config.fields import Group, key
 from longctx.kernels.attention import ALL_SCORES, IMPLEMENTATIONS, Implementation
 from longctx.spec.parts import AttentionSpec, Pass
 
+# attention.options.score=NAME → its score_mod, mask_mod and file, see `register_score`
+SCORES: dict[str, Any] = {"none": (None, None, None)}
+SCORED = {"score": SCORES}
 # Kernel, with `_on_ampere` for its rates there → head size → shares of the chip's peak
 Rates = Mapping[str, Mapping[str, tuple[float, float]]]
 RATES = tomllib.loads(Path(__file__).with_name("rates.toml").read_text(encoding="utf-8"))
@@ -30,7 +33,7 @@ class Description:
     """A fused kernel of others; the default of a backend from elsewhere."""
 
     # option → its allowed values, the default first
-    options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    options: Mapping[str, Collection[Any]] = field(default_factory=dict)
     # True if a mask may have free intervals, on every device; context.method=allgather needs it
     takes_intervals: bool = True
     # The parts of `Scores` that it has: "softcap" if `run`, and `backward` if there is one, compute
@@ -101,6 +104,7 @@ DESCRIPTIONS: dict[str, Description] = {
         on_cpu=0.9,
     ),
     "naive": Description(
+        SCORED,
         scores=ALL_SCORES,
         capturable=True,
         reproducible={"torch matmul and softmax": ALL},
@@ -115,7 +119,7 @@ DESCRIPTIONS: dict[str, Description] = {
         on_cpu=1.0,
     ),
     # a block mask has a part for each pair of tiles
-    "flex": Description(scores=ALL_SCORES, reuses_masks=False, rates=RATES["flex"]),
+    "flex": Description(SCORED, scores=ALL_SCORES, reuses_masks=False, rates=RATES["flex"]),
     "flash_attn": Description(
         options={"version": ("auto", 4, 3, 2)},
         takes_intervals=False,
@@ -144,28 +148,24 @@ class AttentionConfig(Group):
         """The description of the backend; of a fused kernel if no imported module has it."""
         return CHOICES.get(self.backend, Description())
 
+    @property
+    def variant(self) -> str | None:
+        """The setting that makes it compute something else than softmax attention, if one does."""
+        if not self.description.exact:
+            return f"attention={self.backend}"
+        score = self.options.get("score", "none")
+        return None if score == "none" else f"attention.options.score={score}"
+
     def problems(self) -> Iterator[str]:
-        """Yield a message for an option that the backend does not have."""
-        check_options(self.backend, self.options)
-        yield from ()
-
-
-def check_options(backend: str, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for an option that `backend` does not have, or for its value."""
-    allowed = CHOICES[backend].options
-    for name, value in options.items():
-        if name not in allowed:
-            names = ", ".join(allowed) or "none"
-            if "causal" in name or "mask" in name:
-                names += "; masks are mask=Mask.causal() or mask=Mask.full()"
-            raise ValueError(
-                f"attention.options.{name}={value} is not an option of {backend}; it has: {names}"
-            )
-        if value not in allowed[name]:
-            choices = ", ".join(map(str, allowed[name]))
-            raise ValueError(f"attention.options.{name}={value} must be one of {choices}")
-
-
-def capturable_backends() -> list[str]:
-    """Return the backends whose steps CUDA graphs can hold."""
-    return [name for name, description in DESCRIPTIONS.items() if description.capturable]
+        """Yield a message for an option that the backend does not have, or for its value."""
+        allowed = self.description.options
+        for name, value in self.options.items():
+            if name not in allowed:
+                names = ", ".join(allowed) or "none"
+                if "causal" in name or "mask" in name:
+                    names += "; masks are mask=Mask.causal() or mask=Mask.full()"
+                problem = f"is not an option of {self.backend}; it has: {names}"
+                yield f"attention.options.{name}={value} {problem}"
+            elif value not in [*allowed[name]]:
+                choices = ", ".join(map(str, allowed[name]))
+                yield f"attention.options.{name}={value} must be one of {choices}"

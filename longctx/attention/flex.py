@@ -6,16 +6,16 @@ The intervals of a mask become its mask function and its block mask.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
-from longctx.attention.registry import AttentionRequest, Backend, Output, register
+from longctx.attention.registry import AttentionRequest, Backend, Mod, Output, changes, register
 from longctx.kernels.attention import Scores
 from longctx.kernels.attention.key_bias import reference
 
@@ -29,68 +29,71 @@ class Flex(Backend):
 
     def refusal(self, request: AttentionRequest) -> str | None:
         if request.device.type != "cuda":
-            return "FlexAttention has no backward on a CPU; use attention=flash"
+            other = "naive" if request.options else "flash"
+            return f"FlexAttention has no backward on a CPU; use attention={other}"
         if request.head_dim < 16 or request.head_dim > 256:
             return f"head size {request.head_dim} is outside 16 to 256; use attention=naive"
         return None
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Output:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, score: str = "none"
+    ) -> Output:
         heads = (x.transpose(1, 2) for x in (q, k, v))
         options: dict[str, Any] = {"scale": scores.scale, "enable_gqa": True}
-        options["return_aux"] = AuxRequest(lse=True)
-        if scores.key_bias is not None:
-            ref = reference(scores.key_bias, mask.last)
-            options["score_mod"] = _biased(scores.softcap, scores.key_bias, ref)
-        elif scores.softcap is not None:
-            options["score_mod"] = _capped(scores.softcap)
+        options["return_aux"] = torch_flex.AuxRequest(lse=True)
+        score_mod, mask_mod = changes(score, mask, q.shape[0])
+        options["score_mod"] = _score_mod(scores, mask, score_mod)
+        asked, attend = (mask, k.shape[1], q.shape[2], mask_mod), _compiled(flex_attention)
         # otherwise short sequences go to a kernel for decoding that lacks shapes
         options["kernel_options"] = {"BACKEND": "TRITON"}
         if torch.compiler.is_compiling():
-            out, aux = _attend()(*heads, block_mask=block_mask(mask, k.shape[1]), **options)
+            out, aux = attend(*heads, block_mask=block_mask(*asked), **options)
         else:
-            if "flex" not in mask.cache:
-                mask.cache["flex"] = block_mask(mask, k.shape[1])
-            blocks = mask.cache["flex"]
-            # compile even if the caller forbids it: otherwise FlexAttention has the (Tq, Tk) scores
-            # in memory
+            # compile even if the caller forbids it, or the (Tq, Tk) scores are in memory
             with (
                 torch.compiler.set_stance("default"),
                 torch._dynamo.config.patch(recompile_limit=64),
             ):
-                out, aux = _attend()(*heads, block_mask=blocks, **options)
+                if score not in mask.cache:
+                    mask.cache[score] = block_mask(*asked)
+                out, aux = attend(*heads, block_mask=mask.cache[score], **options)
         return out.transpose(1, 2), aux.lse, "torch flex, compiled"
 
 
-@functools.cache
-def _capped(softcap: float) -> Callable[..., Tensor]:
-    """Return FlexAttention's score function; one object for each softcap, so it compiles once."""
+def _score_mod(scores: Scores, mask: Mask, score_mod: Mod | None) -> Mod | None:
+    """Return FlexAttention's function of all that changes a score; None if nothing does."""
+    softcap, bias = scores.softcap, scores.key_bias
+    if softcap is None and bias is None:
+        return score_mod
+    ref: Any = None if bias is None else reference(bias, mask.last)
 
-    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return softcap * torch.tanh(s / softcap)
+    def changed(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        s = s if softcap is None else softcap * torch.tanh(s / softcap)
+        s = s if score_mod is None else score_mod(s, b, h, i, j)
+        return s if bias is None else s + (bias[b, h, j] - ref[b, h, i])
 
-    return score
-
-
-def _biased(softcap: float | None, key_bias: Tensor, ref: Tensor) -> Callable[..., Tensor]:
-    """Return FlexAttention's score function with a bias of each key; it captures tensors."""
-
-    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        capped = s if softcap is None else softcap * torch.tanh(s / softcap)
-        return capped + (key_bias[b, h, j] - ref[b, h, i])
-
-    return score
+    return changed
 
 
 @functools.cache
-def _attend() -> Any:
+def _compiled(function: Any) -> Any:
     # fullgraph: at the recompile limit an error, never the scores in memory
-    return torch.compile(flex_attention, fullgraph=True)
+    return torch.compile(function, fullgraph=True)
 
 
-def block_mask(mask: Mask, Tk: int) -> BlockMask:
-    """Return FlexAttention's block mask of the intervals: (T / BLOCK)² booleans, never T²."""
+def block_mask(mask: Mask, Tk: int, heads: int = 1, mask_mod: Mod | None = None) -> BlockMask:
+    """Return the block mask of the intervals, and of `mask_mod` in them; T² answers never exist."""
     first, last = mask.first, mask.last
     assert first is not None and last is not None
+
+    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        row = b if first.shape[0] > 1 else 0
+        return (j >= first[row, i]) & (j <= last[row, i])
+
+    if mask_mod is not None:
+        both = torch_flex.and_masks(sees, mask_mod)
+        shape = first.shape[0], heads, first.shape[1], Tk
+        return _compiled(torch_flex.create_block_mask)(both, *shape, first.device, BLOCK)
     # a block is touched if its last query reaches its first key, and the reverse
     starts = torch.arange(0, first.shape[1], BLOCK, device=first.device)
     ends = (starts + BLOCK).clamp(max=first.shape[1]) - 1
@@ -103,11 +106,6 @@ def block_mask(mask: Mask, Tk: int) -> BlockMask:
         & (starts + BLOCK <= first.shape[1])[:, None]
     )
     partial = touched & ~full
-
-    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        row = b if first.shape[0] > 1 else 0
-        return (j >= first[row, i]) & (j <= last[row, i])
-
     return BlockMask.from_kv_blocks(
         *_ordered(partial),
         *_ordered(full),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
-from longctx.attention.registry import AttentionRequest, Backend, Output, register, scaled
+from longctx.attention.registry import AttentionRequest, Backend, Output, changes, register, scaled
 from longctx.kernels import HAS_TRITON
 from longctx.kernels.attention import IMPLEMENTATIONS, Scores
 from longctx.kernels.attention.key_bias import reference
@@ -29,7 +29,9 @@ class Naive(Backend):
     def refusal(self, request: AttentionRequest) -> str | None:
         return None
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Output:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, score: str = "none"
+    ) -> Output:
         assert scores.scale is not None
         B, Tq, Hq, D = q.shape
         Tk, Hkv = k.shape[1], k.shape[2]
@@ -40,10 +42,16 @@ class Naive(Backend):
         s = s.to(torch.promote_types(s.dtype, torch.float32)) * scores.scale
         if scores.softcap is not None:
             s = scores.softcap * (s / scores.softcap).tanh()
+        score_mod, mask_mod = changes(score, mask, B)
+        # b, h, i, j, each along its own dimension of the scores
+        counts = (torch.arange(n, device=s.device) for n in s.shape)
+        at = [x.view(-1, *[1] * (3 - dim)) for dim, x in enumerate(counts)]
+        s = s if score_mod is None else score_mod(s, *at)
         if scores.key_bias is not None:
             bias = scores.key_bias.to(s.dtype)
             s = s + (bias[:, :, None] - reference(bias, mask.last)[..., None])
-        s = s.masked_fill(~visible(mask, Tk), float("-inf"))
+        sees = visible(mask, Tk) if mask_mod is None else visible(mask, Tk) & mask_mod(*at)
+        s = s.masked_fill(~sees, float("-inf"))
         lse = s.logsumexp(dim=-1)
         # a blind query's lse is -inf: its exponentials are 0, not NaN
         p = (s - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp().to(v.dtype)

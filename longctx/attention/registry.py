@@ -15,7 +15,7 @@ import pkgutil
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.attention.description import AUTO, DESCRIPTIONS, Description, check_options
+from longctx.attention.description import AUTO, DESCRIPTIONS, SCORES, AttentionConfig, Description
 from longctx.attention.exchange import WHOLE_ROWS, Exchange
-from longctx.attention.mask import Mask
+from longctx.attention.mask import Mask, first_of
 from longctx.kernels import warn_of_triton
 from longctx.kernels.attention import Gradients, Saved, Scores
 from longctx.kernels.attention.flash_op import unobserved
@@ -37,6 +37,7 @@ from longctx.kernels.attention.sinks import with_sinks
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 PLAIN = Scores()
 Output = tuple[Tensor, Tensor, str]  # of `Backend.run`
+Mod = Callable[..., Tensor]  # FlexAttention's score_mod or mask_mod
 
 
 class AttentionRequest(NamedTuple):
@@ -137,6 +138,38 @@ def register(name: str, backend: Backend) -> None:
     DESCRIPTIONS[name] = replace(backend.description, **traits)
 
 
+def register_score(name: str, score_mod: Mod | None = None, mask_mod: Mod | None = None) -> None:
+    """Make functions of FlexAttention's form available as `attention.options.score=name`.
+
+    `score_mod(score, b, h, q_idx, kv_idx)` changes a score after scale and softcap;
+    `mask_mod(b, h, q_idx, kv_idx)` is False for keys to hide. Positions count from the beginning of
+    the document. Raises ValueError if the name is taken.
+    """
+    file = sys._getframe(1).f_globals.get("__file__")  # None in a notebook
+    if SCORES.get(name, [file])[-1] != file:
+        raise ValueError(f"attention.options.score={name} is already registered")
+    SCORES[name] = score_mod, mask_mod, file
+
+
+def changes(score: str, mask: Mask, rows: int) -> tuple[Mod | None, Mod | None]:
+    """Return the score_mod and mask_mod of that name, for tokens of so many rows under `mask`."""
+    score_mod, mask_mod, _ = SCORES[score]
+    if score == "none":
+        return None, None
+    # A query is at its last key: itself, if the mask is causal, also as the newest of a text
+    assert mask.last is not None
+    starts = torch.zeros_like(mask.last) if mask.doc_ids is None else first_of(mask.doc_ids)
+    starts, places = (x.expand(rows, -1) for x in (starts, mask.last - starts))
+
+    def changed(s: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score_mod(s, row, head, places[row, query], key - starts[row, query])
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return mask_mod(row, head, places[row, query], key - starts[row, query])
+
+    return changed if score_mod else None, sees if mask_mod else None
+
+
 @functools.cache
 def load_backends() -> None:
     """Import every file of this package, so that each backend registers itself."""
@@ -186,7 +219,7 @@ def check(
     _refuse(backend, chosen, request)
     if request.device.type == "cuda":
         warn_of_triton()
-    if chosen.exact and chosen.source() is not None:
+    if chosen.exact and (chosen.source() or "score" in options):
         _check_formula(backend, chosen, request, group)
 
 
@@ -198,13 +231,14 @@ def _check_formula(name: str, backend: Backend, request: AttentionRequest, group
     q, k, v = (torch.randn(shape, generator=generator).to(*of_device) for shape in shapes)
     numbers = [[0] * 17 + [1] * 5 + [2] * 15, [0] * 9 + [1] * 28]
     scores = Scores(softcap=2.0 if "softcap" in request.scores else None)
+    naive = Attention("naive", request.options if "score" in request.options else None)
     for window in (None, 7):
         mask = Mask.documents(torch.tensor(numbers), window)
         if window is not None and backend.refusal(request._replace(mask=mask)):
             continue
         with torch.no_grad():
             out = Attention(name, request.options)(q, k, v, mask, scores).float()
-            exact = Attention("naive")(q.float(), k.float(), v.float(), mask, scores)
+            exact = naive(q.float(), k.float(), v.float(), mask, scores)
         error = float((out - exact).norm() / exact.norm())
         if not error <= max(1e-4, 4 * torch.finfo(request.dtype).eps):
             raise ValueError(
@@ -474,7 +508,7 @@ def _lookup(backend: str, options: Mapping[str, Any]) -> Backend:
         names = ", ".join(sorted(_backends))
         problem = "is for runs alone" if backend == AUTO else "is not a backend"
         raise ValueError(f"attention={backend} {problem}; choose one of {names}")
-    check_options(backend, options)
+    AttentionConfig(backend, dict(options)).validate()
     return _backends[backend]
 
 

@@ -15,7 +15,7 @@ from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
 from longctx.attention.registry import AttentionRequest, Backend, register
 from longctx.kernels.attention import Scores
-from longctx.kernels.attention.tiled import fused_documents
+from longctx.kernels.attention.tiled import fused, fused_documents
 
 CPU_TILE = 512  # queries
 
@@ -171,8 +171,7 @@ def _attend_on_cpu(
     """Return out and lse under any mask, by torch's fused CPU kernel."""
     assert mask.first is not None and mask.last is not None
     outs, lses = [], []
-    for b in range(q.shape[0]):
-        qb, kb, vb = (x[b : b + 1] for x in (q, k, v))
+    for b, (qb, kb, vb) in enumerate(zip(q, k, v, strict=True)):
         first, last = mask.first[b % mask.first.shape[0]], mask.last[b % mask.last.shape[0]]
         documents = fused_documents(first, last, k.shape[1])
         parts = []
@@ -180,27 +179,14 @@ def _attend_on_cpu(
             # windows, and Tq ≠ Tk
             for i in range(0, len(first), CPU_TILE):
                 rows = slice(i, i + CPU_TILE)
-                parts.append(_cpu_tile(qb[:, rows], kb, vb, first[rows], last[rows], scale))
+                parts.append(_cpu_tile(qb[rows], kb, vb, first[rows], last[rows], scale))
         else:
             for start, end, causal in documents:
                 keys = slice(start, end) if causal else slice(None)
-                tensors = qb[:, start:end], kb[:, keys], vb[:, keys]
-                parts.append(_fused_on_cpu(*tensors, causal, None, scale))
-        outs.append(torch.cat([out for out, _ in parts], 1))
-        lses.append(torch.cat([lse for _, lse in parts], 2))
-    return torch.cat(outs), torch.cat(lses)
-
-
-def _fused_on_cpu(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return out and lse of (1, T, H, D), heads of k and v repeated for their group."""
-    group = q.shape[2] // k.shape[2]
-    wide = q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(x.transpose(1, 2) for x in wide), is_causal=causal, attn_mask=bias, scale=scale
-    )
-    return out.transpose(1, 2), lse.detach().float()
+                parts.append(fused(qb[start:end], kb[keys], vb[keys], scale, causal))
+        outs.append(torch.cat([out for out, _ in parts]))
+        lses.append(torch.cat([lse.detach().float() for _, lse in parts], 1))
+    return torch.stack(outs), torch.stack(lses)
 
 
 def _cpu_tile(
@@ -208,7 +194,7 @@ def _cpu_tile(
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of a tile of queries, with a (queries, keys) bias for its mask."""
     # the keys that any query of the tile sees, one at least
-    begin = min(int(first[0]), k.shape[1] - 1)
+    begin = min(int(first[0]), len(k) - 1)
     end = max(int(last[-1]), begin) + 1
     key = torch.arange(begin, end)
     visible = (key >= first[:, None]) & (key <= last[:, None])
@@ -216,7 +202,7 @@ def _cpu_tile(
     # 0 · NaN of a query that sees nothing would reach dk and dv
     sees = visible.any(-1)
     queries = torch.where(sees[:, None, None], q, 0)
-    out, lse = _fused_on_cpu(queries, k[:, begin:end], v[:, begin:end], False, bias, scale)
+    out, lse = fused(queries, k[begin:end], v[begin:end], scale, False, bias)
     return torch.where(sees[:, None, None], out, 0), lse.masked_fill(~sees, float("-inf"))
 
 

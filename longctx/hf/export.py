@@ -102,10 +102,9 @@ def run(file: Path, out: Path, precision: str | None, shard_gb: float, adapter: 
         saved = checkpoint["longctx"]["config"]
         seq_len, described = int(saved["seq_len"]), GPTConfig.of_saved(saved["model"])
         model, added, config = adapted_model(file, checkpoint, described)
-    attention = plugins.attention_of(saved, file)
-    if not attention.description.exact:
+    if variant := plugins.attention_of(saved, file).variant:
         raise ValueError(
-            f"{file}: it was trained with attention={attention.backend}, which config.json "
+            f"{file}: it was trained with {variant}, which config.json "
             "cannot describe: others would compute plain softmax; generate and evaluate it here"
         )
     if adapter:

@@ -10,6 +10,7 @@ import hashlib
 from pathlib import Path
 
 from longctx.attention import registered
+from longctx.attention.description import SCORES
 
 AUTOCAST = ("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast")
 
@@ -32,4 +33,5 @@ def traced() -> str:
     folders = [Path(__file__).parents[1] / name for name in ("attention", "kernels", "model")]
     files = {path for folder in folders for path in folder.rglob("*.py")}
     files |= {path for backend in registered().values() if (path := backend.source())}
+    files |= {Path(file) for *_, file in SCORES.values() if file}
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()[:32]

@@ -88,10 +88,11 @@ class Decoder:
         attends = [n for n in range(model.config.layers) if n not in mixers]
         naive = Attention("naive")
         own: Attention = model.blocks[attends[0]].attention.attend if attends else naive
-        self.attend = naive if own.backend.exact else own
+        score = own.options if "score" in own.options else None  # naive has it, too
+        self.attend = Attention("naive", score) if own.backend.exact else own
         parts = model.config.block(0).attention.required()["scores"]
         of_tensors = self.device, dtype, model.config.head_size
-        self.splits_keys = own.backend.exact and splits_keys(*of_tensors, parts)
+        self.splits_keys = own.backend.exact and not score and splits_keys(*of_tensors, parts)
         slow = [f"model.mixer={x.part.mixer}" for x in mixers.values() if not x.decodes]
         slow += [] if self.attend.decodes else [f"attention={own.name}"]
         self.decodes = not slow

@@ -42,17 +42,18 @@ def dtype_of(precision: str) -> torch.dtype:
 
 def check_attention(config: TrainConfig | EvalConfig, model: GPTConfig, device: str) -> None:
     """Raise ValueError with an alternative if the backend cannot run as asked."""
-    shard, sharing = None, config.context
-    if not config.attention.description.exact and config.devices > 1 and sharing.degree != 1:
-        raise ValueError(
-            f"attention={config.attention.backend} is not exact, and devices that share sequences "
-            "compute a part of its heads; give context=1"
-        )
+    shard, sharing, variant = None, config.context, config.attention.variant
+    trains = isinstance(config, TrainConfig)
+    # A variant may know its heads by their numbers
+    needed = "context=1" if config.devices > 1 and sharing.degree != 1 else ""
+    if isinstance(config, TrainConfig) and config.memory.heads_at_once:
+        needed = "memory.heads_at_once=0"
+    if variant and needed:
+        raise ValueError(f"{variant} is not exact: its heads are computed together; give {needed}")
     check_sharing(model, sharing.degree, sharing.method)
     if sharing.degree not in (1, "auto") and sharing.method_for(model.heads) == "allgather":
         # A rank's queries see arbitrary intervals of keys
         shard = Mask("intervals")
-    trains = isinstance(config, TrainConfig)
     attention.check(
         config.attention.backend,
         device=device,

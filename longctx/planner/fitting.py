@@ -16,7 +16,7 @@ from itertools import product
 from math import lcm
 from typing import Any
 
-from longctx.attention.description import AttentionConfig, capturable_backends
+from longctx.attention.description import DESCRIPTIONS, AttentionConfig
 from longctx.config.layout_config import MemoryConfig
 from longctx.planner import step_time
 from longctx.planner.peak_memory import Memory, predict
@@ -48,7 +48,8 @@ def ways(workload: Workload) -> list[Way]:
     later tile less of the GPU and the same time.
     """
     memory = tuple(vars(workload.memory).values())
-    return _ways(memory, workload.optimizer.traits.states, workload.context == 1)
+    splits = workload.context == 1 and not workload.attention.variant
+    return _ways(memory, workload.optimizer.traits.states, splits)
 
 
 @cache
@@ -291,7 +292,7 @@ def fastest_backend(workload: Workload, backends: Sequence[str], chip: Chip) -> 
     # Graphs save the time of launches, which is not in the prediction
     on = chip.name
     if replace(workload, attention=AttentionConfig()).captured:
-        backends = [name for name in backends if name in capturable_backends()] or backends
+        backends = [name for name in backends if DESCRIPTIONS[name].capturable] or backends
         on += " in CUDA graphs"
     times = backend_seconds(workload, backends, chip)
     if not times:

@@ -8,7 +8,7 @@ from functools import cached_property
 from statistics import LinearRegression
 from typing import NamedTuple
 
-from longctx.attention.description import AttentionConfig, capturable_backends
+from longctx.attention.description import DESCRIPTIONS, AttentionConfig
 from longctx.config.doors import OptimizerConfig
 from longctx.config.layout_config import (
     STRATEGIES,
@@ -209,7 +209,7 @@ class Workload:
         model, attention, policy = self.model, self.attention, self.memory.policy
         several = self.devices > 1 or self.sharing != Strategy()
         rope, experts = model.rope_scaling.get("rope_type"), model.experts.count
-        names = " or ".join(f"attention={name}" for name in capturable_backends())
+        names = " or ".join(f"attention={name}" for name, x in DESCRIPTIONS.items() if x.capturable)
         first = self.memory.policies()[0] if policy == "auto" else policy
         offload = self.memory.filled(first).offload
         reasons = (

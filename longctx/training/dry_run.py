@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from longctx import attention, plugins, system
-from longctx.attention.communication import Laps
+from longctx.attention.communication import Moment, elapsed_ms, now
 from longctx.config.train_config import TrainConfig
 from longctx.data.preferences import REJECTED, SIDES, UNRELATED
 from longctx.data.sequences import IGNORED
@@ -52,6 +52,29 @@ MULTIPLE = 512  # tokens by which lengths are tried
 CLOSE = 0.98  # of the predicted limit: a longer sequence is not worth another probe
 DOCUMENT = 4096  # tokens of a probe's documents
 SECONDS = 1200  # limit of a probe
+
+
+class Laps:
+    """Milliseconds from each `begin` to its `end`, on a GPU by its own clock."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self.on_gpu = on_gpu
+        self._begun: list[Moment] = []
+        self._ended: list[Moment] = []
+
+    def begin(self) -> None:
+        """Begin a lap with the work that the device is given from now on."""
+        self._begun.append(now(self.on_gpu))
+
+    def end(self) -> None:
+        """End the lap behind the work that the device has been given."""
+        self._ended.append(now(self.on_gpu))
+
+    def ms(self) -> list[float]:
+        """Return the milliseconds of all laps that have ended; wait for the device."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        return list(map(elapsed_ms, self._begun, self._ended))
 
 
 @dataclass

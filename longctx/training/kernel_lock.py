@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from longctx.attention import Mask, attention, kernels_run, registered
+from longctx.attention.description import SCORES
 from longctx.kernels import integers, machine, sha256, sources
 from longctx.model.mixers.description import plugins_of
 from longctx.parallel.devices import dtype_of
@@ -33,7 +35,8 @@ def of_workload(workload: Workload) -> Lock:
     chosen, device = workload.attention, torch.empty(0, device=workload.device).device
     backend, kernel = registered()[chosen.backend], "unknown before it runs"
     results: dict[str, str] = {}
-    for source in filter(None, (backend.source(), *plugins_of(workload.model))):
+    score = SCORES[chosen.options.get("score", "none")][-1]
+    for source in map(Path, filter(None, (backend.source(), score, *plugins_of(workload.model)))):
         results[source.name] = hashlib.sha256(source.read_bytes()).hexdigest()
     if chosen.description.reproducible:
         # The first use of a kernel tests it, and may raise SelfTestFailed

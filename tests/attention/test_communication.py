@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from longctx.attention import communication
-from longctx.attention.communication import Clock, Laps, measured
+from longctx.attention.communication import Clock, measured
+from longctx.training.dry_run import Laps
 
 
 @pytest.fixture

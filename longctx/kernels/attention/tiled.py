@@ -45,13 +45,8 @@ def forward(
         # causal documents: torch's fused kernel, one call each
         for start, end, causal in documents:
             rows, cols = slice(start, end), slice(start, end) if causal else slice(0, k.shape[1])
-            o, s = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                _heads(q[b, rows]),
-                *_grouped(q.shape[2], k[b, cols], v[b, cols]),
-                is_causal=causal,
-                scale=scores.scale,
-            )
-            out[b, rows], lse[b, :, rows] = o[0].transpose(0, 1), s[0]
+            o, lse[b, :, rows] = fused(q[b, rows], k[b, cols], v[b, cols], scores.scale, causal)
+            out[b, rows] = o
     if scores.sinks is None:
         return out, lse
     return with_sinks(out, lse, relative_sinks(scores, intervals.last))
@@ -114,6 +109,16 @@ def _of_sequence(intervals: Intervals, b: int) -> tuple[Tensor, Tensor]:
 def _of_row(scores: Scores, b: int) -> Scores:
     """Return the scores of sequence b; the key bias is (Hq, Tk)."""
     return scores if scores.key_bias is None else scores._replace(key_bias=scores.key_bias[b])
+
+
+def fused(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return out (T, Hq, D) and lse (Hq, T) of torch's kernel, from q and keys (T, H, D)."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        _heads(q), *_grouped(q.shape[1], k, v), is_causal=causal, attn_mask=bias, scale=scale
+    )
+    return out[0].transpose(0, 1), lse[0]
 
 
 def fused_documents(first: Tensor, last: Tensor, Tk: int) -> list[tuple[int, int, bool]] | None:
