@@ -11,7 +11,7 @@ import functools
 import mmap
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import ClassVar
 
@@ -85,7 +85,7 @@ class SavedTensors:
             stays(str(error))
             return
         self.device = next(iter(tensors.values())).device
-        self._copy(tensors, self.on_host)
+        self.copied = _copy(tensors.values(), self.on_host.values(), self.device)
         # The allocator must not hand out memory that the copying stream still reads
         for x in tensors.values():
             if x.is_cuda:
@@ -98,7 +98,8 @@ class SavedTensors:
             self.on_device = {
                 name: torch.empty_like(x, device=self.device) for name, x in self.on_host.items()
             }
-            self._copy(self.on_host, self.on_device)
+            targets = self.on_device.values()
+            self.copied = _copy(self.on_host.values(), targets, self.device)
 
     def tensors(self, brings: bool = True) -> dict[str, Tensor]:
         """Return the tensors on their device, or unless it `brings` them on the host; kernels
@@ -110,17 +111,46 @@ class SavedTensors:
             torch.cuda.current_stream(self.device).wait_event(self.copied)
         return self.on_host if self.on_device is None else self.on_device
 
-    def _copy(self, sources: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
-        if self.device.type != "cuda":
-            for name, source in sources.items():
-                targets[name].copy_(source)
-            return
-        stream = copying_stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            for name, source in sources.items():
-                targets[name].copy_(source, non_blocking=True)
-            self.copied = stream.record_event()
+
+def arriving(parts: Iterable[tuple[Tensor, ...]], device: torch.device) -> Iterator[list[Tensor]]:
+    """Yield the tensors of each of `parts` on `device`; if they are on the host, those of the next
+    part arrive while the GPU computes with these.
+    """
+
+    def begun(sources: tuple[Tensor, ...]) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        is_there = [x.device.type == device.type for x in sources]
+        pairs = zip(sources, is_there, strict=True)
+        targets = [x if there else torch.empty_like(x, device=device) for x, there in pairs]
+        return targets, None if all(is_there) else _copy(sources, targets, device)
+
+    coming = map(begun, parts)
+    following = next(coming, None)
+    while following is not None:
+        tensors, copied = following
+        if copied is not None:
+            torch.cuda.current_stream(device).wait_event(copied)
+        following = next(coming, None)
+        yield tensors
+        del tensors  # the part after the next takes their memory
+
+
+def _copy(
+    sources: Iterable[Tensor], targets: Iterable[Tensor], device: torch.device
+) -> torch.cuda.Event | None:
+    """Copy after all work that is queued on `device`; what is queued later must wait for the event
+    that this returns.
+    """
+    pairs = [(x, y) for x, y in zip(sources, targets, strict=True) if x is not y]
+    if device.type != "cuda":
+        for source, target in pairs:
+            target.copy_(source)
+        return None
+    stream = copying_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for source, target in pairs:
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
 
 
 def pinned(numel: int, dtype: torch.dtype) -> Tensor:

@@ -34,7 +34,7 @@ from longctx.attention import Mask
 from longctx.config.layout_config import MemoryConfig, tile_size
 from longctx.model.experts import balancing, running
 from longctx.model.mixer import Mixer
-from longctx.model.offload import HostBuffers, SavedTensors
+from longctx.model.offload import HostBuffers, SavedTensors, arriving
 from longctx.model.rope import Angles
 
 Tokens = tuple[Tensor, ...]  # each (1, B·T, ...): the tokens of all rows, one after another
@@ -293,7 +293,7 @@ def _attention_backward(
     counts = attention.heads, attention.kv_heads, attention.kv_heads
     for queries, keys in tape.groups(i):
         own = tape.of_heads(i, queries, keys, x, out) if qkv is None else (*qkv, out)
-        own_lse = None if lse is None else lse[:, queries].to(do.device)
+        own_lse = None if lse is None else lse[:, queries].to(do.device, non_blocking=True)
         q, k, v, own_out = (tape.rows(t.detach()) for t in own)
         gradients = attention.attend.backward(
             tape.rows(do[:, :, queries]),
@@ -354,15 +354,16 @@ def in_tiles(
     """
     with torch.no_grad():
         if _one_tile(tile, inputs[0]):
-            return _tuple(function(*_at(slice(None), inputs, device)))
+            (own,) = arriving([inputs], device or inputs[0].device)
+            return _tuple(function(*own))
         outputs: Tokens = ()
         tokens = inputs[0].shape[1]
-        for at in _tiles(tile, tokens):
-            parts = _tuple(function(*_at(at, inputs, device)))
+        for at, own in _arriving_tiles(tile, inputs, device or inputs[0].device):
+            parts = _tuple(function(*own))
             outputs = outputs or tuple(p.new_empty(1, tokens, *p.shape[2:]) for p in parts)
             for output, part in zip(outputs, parts, strict=True):
                 output[:, at] = part
-            del parts, part  # the next tile takes their memory
+            del own, parts, part  # the next tile takes their memory
     return outputs
 
 
@@ -381,9 +382,8 @@ def gradients_in_tiles(
     They are written, or with `add` added, to the tensors `into`, of which one may be among
     `gradients`. The gradients of the weights go into `sums`.
     """
-    for at in _tiles(tile, inputs[0].shape[1]):
+    for at, own in _arriving_tiles(tile, inputs, gradients[0].device):
         with torch.enable_grad():
-            own = _at(at, inputs, gradients[0].device)
             leaves = [x.detach().requires_grad_() for x in own]
             outputs = _tuple(function(*leaves, *(x[:, at] for x in constants)))
         douts = [g[:, at] for g in gradients]
@@ -456,9 +456,14 @@ def _tiles(tile: int, tokens: int) -> Iterator[slice]:
         yield slice(start, min(start + size, tokens))
 
 
-def _at(at: slice, inputs: Tokens, device: torch.device | None) -> Tokens:
-    """Return the tokens `at` of each tensor, on `device` if one is given."""
-    return tuple(x[:, at].to(device=device, non_blocking=True) for x in inputs)
+def _arriving_tiles(
+    tile: int, inputs: Tokens, device: torch.device
+) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Yield each tile and its tokens of all `inputs` on `device`, the next one on its way."""
+    tiles = list(_tiles(tile, inputs[0].shape[1]))
+    yield from zip(
+        tiles, arriving((tuple(x[:, at] for x in inputs) for at in tiles), device), strict=True
+    )
 
 
 def _placed(whole: Tensor | None, part: Tensor, dim: int, heads: slice, count: int) -> Tensor:

@@ -98,8 +98,7 @@ def mlp_backward(block: BlockSpec, p: Pass) -> float:
     if n < p.tokens:
         # Attention's output has its gradient for all tokens; of the tile before nothing is left
         needed += e * q * p.tokens + p.gradient * weights_after(block)
-    # The tile of what stays on the host
-    return needed + e * (C + q) * n * p.in_groups
+    return needed
 
 
 def attention_backward(block: BlockSpec, p: Pass) -> float:

@@ -50,7 +50,7 @@ IMBALANCE = 1.02  # pairs of the busiest rank to the mean, if sequences are deal
 # Seconds from one rank of a ring to the next, inside a machine and to another, as NCCL assumes to
 # choose an algorithm (its tuning.cc, ring, simple protocol)
 HOP, HOP_OUTSIDE = 3.4e-6, 14e-6
-BEHIND = 0.8  # share of computing time that hides communication
+BEHIND = 0.8  # share of computing time that hides communication, and copies to the host
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,14 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     # copies to the host and back, beyond the computation that hides them
     away = predict(workload, 0).host[KEPT] if memory.offload else 0.0
     compute, link = sum(per_micro.values()), min(LINK, chip.link)
-    if (
-        memory.heads_at_once
-    ):  # tiles and groups of heads come when they are needed: nothing hides it
+    if memory.heads_at_once:
+        # Tiles for each group come while the one before is computed, in backward alone
         tiles = (3 + projected / 2) * 2 * e * C * N * (memory.offload or 0.0) * model.layers
-        per_micro["waiting for the host"] = tiles / link + max(0.0, away / link - 0.8 * compute)
+        hidden = 2 / 3 * BEHIND * (compute - per_micro["attention"] - loss)
+        waiting = max(0.0, tiles / link - hidden) + max(0.0, away / link - BEHIND * compute)
     else:
-        per_micro["waiting for the host"] = max(0.0, 2 * away / link - 0.8 * compute)
+        waiting = max(0.0, 2 * away / link - BEHIND * compute)
+    per_micro["waiting for the host"] = waiting
     parts = {name: workload.accumulate * time for name, time in per_micro.items()}
     parts[OPTIMIZER] = update_seconds(workload, chip)
     if workload.devices > 1:

@@ -14,7 +14,7 @@ from longctx.attention import Mask, flash
 from longctx.attention.description import AttentionConfig
 from longctx.config.layout_config import MemoryConfig
 from longctx.kernels import HAS_TRITON
-from longctx.model import GPT, GPTConfig, layers, lora, recompute
+from longctx.model import GPT, GPTConfig, layers, lora, offload, recompute
 from longctx.model.layers import Block
 from longctx.model.offload import HostBuffers, pinned
 from longctx.planner import block_memory
@@ -232,6 +232,23 @@ def test_blocks_with_short_windows_attend_again_first(monkeypatch):
     gradients(make(memory, config))
     assert blocks == [0, 1, 2, *attends_again(workload(model=config, memory=memory))]
     assert blocks[3:] == [1]
+
+
+def test_tiles_come_from_the_host_while_the_one_before_is_computed(monkeypatch):
+    """As if the CPU were a GPU: "meta" has no values, so each copy is noted instead."""
+    events: list[str] = []
+    copy = lambda sources, targets, device: events.append(f"copy {sources[0].shape[1]}")  # noqa: E731
+    monkeypatch.setattr(offload, "_copy", copy)
+    x, there = torch.ones(1, 300, 8), torch.ones(1, 300, 8, device="meta")
+
+    def function(x: Tensor, there: Tensor) -> Tensor:
+        assert x.device == there.device
+        events.append(f"compute {x.shape[1]}")
+        return x
+
+    (y,) = recompute.in_tiles(function, 128, (x, there), torch.device("meta"))
+    assert y.shape == x.shape
+    assert events == ["copy 128", "copy 128", "compute 128", "copy 44", "compute 128", "compute 44"]
 
 
 def test_gradients_of_tiles_are_their_sums():
