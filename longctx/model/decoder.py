@@ -64,10 +64,10 @@ class KVCache:
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.starts = length * torch.arange(rows, device=device)  # of the rows, in slots
 
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write k, v (N, Hkv, D) of `layer` to `slots` (N,): row · length + place in the row."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots, k)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots, v)
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write (N, Hkv, D) of `layer` to `slots` (N,): row · length + place in the row."""
+        self.keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
+        self.values[layer].flatten(0, 1).index_copy_(0, slots, values)
 
 
 class Decoder:
@@ -189,7 +189,7 @@ class Decoder:
         positions = cache.lengths[:, None]
         angles = self.model.ropes.per_layer(lambda rope: self.angles.get(rope) or rope(positions))
         slots, last = cache.starts + cache.lengths, cache.lengths.int()[:, None]
-        keys = cache.length if self.graphs else max(self.lengths)
+        longest = cache.length if self.graphs else max(self.lengths)
         first = {w: (last - ((w or cache.length) - 1)).clamp(min=0) for w in set(self.windows)}
         masks = {w: Mask("intervals", first=first[w], last=last) for w in first}
 
@@ -197,14 +197,14 @@ class Decoder:
             tensors = block.before(x, *angles[n])
             if is_mixer(block):
                 return block.after(x, block.attention.step(*tensors, *self.states[n]))
-            q, k, v = tensors
-            cache.write(n, slots, k[:, 0], v[:, 0])
-            q, k, v = q.to(self.dtype), cache.keys[n], cache.values[n]
+            cache.write(n, slots, tensors[1][:, 0], tensors[2][:, 0])
+            queries, keys, values = tensors[0].to(self.dtype), cache.keys[n], cache.values[n]
             mask, scores = masks[self.windows[n]], block.attention.scores
             if self.splits_keys:
-                out = by_triton(q, k, v, mask, scores)
+                out = by_triton(queries, keys, values, mask, scores)
             else:
-                out = self.attend.decode(q, k[:, :keys], v[:, :keys], mask, scores)
+                seen = keys[:, :longest], values[:, :longest]
+                out = self.attend.decode(queries, *seen, mask, scores)
             return block.after(x, out)
 
         x = self._through_blocks(self.tokens[:, None], forward)

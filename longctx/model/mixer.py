@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,12 @@ class Batch:
         return self.length * torch.arange(self.rows + 1, dtype=torch.int32, device=self.device)
 
     @cached_property
+    def offsets_on_host(self) -> Tensor:
+        """The same int64 numbers in the CPU's memory, without waiting for a device."""
+        lengths = self.mask.lengths or (self.length,) * self.rows
+        return torch.tensor([0, *lengths]).cumsum(0)
+
+    @cached_property
     def documents(self) -> Tensor:
         """Each token's document, (B, T) int64, counted through all sequences."""
         tokens = torch.arange(self.rows * self.length, dtype=torch.int32, device=self.device)
@@ -75,13 +81,13 @@ class Mixer(nn.Module):
     options: the keys of model.mixer_options.NAME, with their defaults
     share: how context=N divides it; "heads": a rank has all tokens of some heads, that is of
         dimension 2 of all `tensors` and of `out`, and `batch.own_heads` of weights; None: refused
-    names: weight → its tensor in a layer of a Hugging Face folder; None: export refuses
+    names: weight → its tensor, or tensors, in a layer of a Hugging Face folder, for a family
     attends: how often it calls softmax attention, of the model's heads, for each token
     """
 
     options: ClassVar[Mapping[str, Any]] = {}
     share: ClassVar[str | None] = None
-    names: ClassVar[Mapping[str, str] | None] = None
+    names: ClassVar[Mapping[str, Any] | None] = None
     attends: ClassVar[int] = 0
 
     def __init__(self, part: MixerSpec, backend: AttentionConfig) -> None:
@@ -118,6 +124,11 @@ class Mixer(nn.Module):
     @classmethod
     def problem(cls, spec: MixerSpec) -> str | None:
         """Return why no such layer can be made, with a remedy, or None."""
+        return None
+
+    @classmethod
+    def refusal(cls, device: str) -> str | None:
+        """Return why it cannot compute on "cuda" or "cpu", with a remedy, or None."""
         return None
 
     def start(self, name: str, weight: Tensor) -> None:
@@ -159,12 +170,21 @@ class Mixer(nn.Module):
         """Return True if it has a `step`."""
         return type(self).step is not Mixer.step
 
+    if TYPE_CHECKING:  # its weights have the names of `weights`
+
+        def __getattr__(self, name: str) -> Any: ...
+
     def __call__(self, *arguments: Any) -> Tensor:
         *tensors, batch = arguments
         if batch.ranks.count == 1:
             return super().__call__(*arguments)
         out = super().__call__(*to_heads(tensors, batch.ranks), batch)
         return to_tokens(out, batch.ranks)
+
+
+def widened(x: Tensor) -> Tensor:
+    """Return x in fp32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def to_heads(tensors: list[Tensor], ranks: Ranks) -> list[Tensor]:

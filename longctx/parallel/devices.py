@@ -16,7 +16,7 @@ from longctx.attention import Mask
 from longctx.attention.description import DESCRIPTIONS, AttentionConfig
 from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
-from longctx.model.mixers.description import check_sharing
+from longctx.model.mixers import description as mixers
 from longctx.spec import hardware
 from longctx.spec.hardware import Machine
 from longctx.spec.model_config import GPTConfig
@@ -50,7 +50,7 @@ def check_attention(config: TrainConfig | EvalConfig, model: GPTConfig, device: 
         needed = "memory.heads_at_once=0"
     if variant and needed:
         raise ValueError(f"{variant} is not exact: its heads are computed together; give {needed}")
-    check_sharing(model, sharing.degree, sharing.method)
+    mixers.check(model, device, sharing.degree, sharing.method)
     if sharing.degree not in (1, "auto") and sharing.method_for(model.heads) == "allgather":
         # A rank's queries see arbitrary intervals of keys
         shard = Mask("intervals")

@@ -120,11 +120,15 @@ class MixerSpec(AttentionSpec):
         return tuple((name, prod(self.shapes[name])) for name in others)
 
     def pieces(self, theirs: str, ours: str) -> Iterator[Piece]:
-        names: Mapping[str, str] = self.computed_by.names
+        names: Mapping[str, Any] = self.computed_by.names
         for name, shape in self.shapes.items():
-            rows = sum(shape[0]) if isinstance(shape[0], tuple) else shape[0]
+            rows = shape[0] if isinstance(shape[0], tuple) else (shape[0],)
+            tensors = names[name] if isinstance(names[name], tuple) else (names[name],)
+            rows = rows if len(rows) == len(tensors) else (sum(rows),)
             weight = f"{ours}.{self.name}.{name}{'.weight' if len(shape) == 2 else ''}"
-            yield Piece(f"{theirs}.{names[name]}", weight, 0, (rows, *shape[1:]))
+            for n, tensor in enumerate(tensors):
+                own = rows[n], *shape[1:]
+                yield Piece(f"{theirs}.{tensor}", weight, sum(rows[:n]), own)
 
     @property
     def query_size(self) -> int:
@@ -137,7 +141,7 @@ class MixerSpec(AttentionSpec):
 
     @property
     def attends(self) -> int:
-        """How often it calls softmax attention."""
+        """Count its calls of softmax attention."""
         return int(self.computed_by.attends)
 
     @property
@@ -195,14 +199,17 @@ class MixerKeys(Group):
 
 
 def shared_heads(model: Any) -> int:
-    """Return the heads that devices which share sequences divide: of all layers, their greatest
-    common divisor.
-    """
+    """Return a number of heads: devices can share sequences if their number divides it."""
     return gcd(model.heads, *(part.heads for part in of_model(model)))
 
 
-def check_sharing(model: Any, degree: int | str, method: str) -> None:
-    """Raise ValueError if `degree` devices cannot share sequences of `model` by this `method`."""
+def check(model: Any, device: str, degree: int | str, method: str) -> None:
+    """Raise ValueError if `device` cannot compute the mixers of `model`, or `degree` devices cannot
+    share its sequences by this `method`.
+    """
+    for part in of_model(model):
+        if reason := part.computed_by.refusal(device):
+            raise ValueError(f"model.mixer={part.mixer}: {reason}")
     if isinstance(degree, str) or degree == 1:
         return
     for part in of_model(model):
