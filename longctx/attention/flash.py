@@ -74,8 +74,10 @@ class Flash(Backend):
         if options.get("prune") and scores.key_bias is not None:
             return self._pruned(mask, scores, kernel, q, k, v)
         chosen = implementation(q.device, q.dtype, q.shape[3], kernel)
-        short = mask.window is not None and mask.window <= SHORT
-        intervals = mask.first, mask.last, mask.qfirst, mask.qlast, short
+        span = "long" if mask.doc_ids is None else "packed"
+        if mask.window is not None and mask.window <= SHORT:
+            span = "short"
+        intervals = mask.first, mask.last, mask.qfirst, mask.qlast, span
         # no call between `run` and the kernels: it would cost host time
         given = q, k, v, scores.sinks, scores.key_bias
         out, lse = forward_for(*given)(*given, *intervals, scores, chosen)

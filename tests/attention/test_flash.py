@@ -173,7 +173,7 @@ def test_operator_is_registered_properly(implementation):
     bias = torch.zeros(1, 2, 9, device=DEVICE, requires_grad=True)
     for learned in ((None, None), (sinks, None), (None, bias), (sinks, bias)):
         others = *learned, *intervals, *options
-        torch.library.opcheck(forward_op, (q, k, v, *learned, *intervals, False, *options))
+        torch.library.opcheck(forward_op, (q, k, v, *learned, *intervals, "long", *options))
         changed = dict(zip(("sinks", "key_bias"), learned, strict=True))
         with torch.no_grad():
             out, lse = attention(q, k, v, mask, return_lse=True, scale=0.25, **changed)

@@ -114,7 +114,7 @@ def attend(
     heads=3,
     kv_heads=3,
     has_sinks=False,
-    short=False,
+    span="long",
     has_bias=False,
     softcap=None,
     **options,
@@ -122,7 +122,7 @@ def attend(
     """Launch a forward and a backward of causal attention."""
     q, k, v = (torch.zeros(1, tokens, n, head_dim, dtype=BF16) for n in (heads, kv_heads, kv_heads))
     mask = Mask.causal().bind(1, tokens, tokens, "cpu")
-    intervals = Intervals(mask.first, mask.last, mask.qfirst, mask.qlast, short)
+    intervals = Intervals(mask.first, mask.last, mask.qfirst, mask.qlast, span)
     sinks = torch.zeros(heads) if has_sinks else None
     bias = torch.zeros(1, heads, tokens) if has_bias else None
     scores = Scores(head_dim**-0.5, softcap, sinks, bias)
@@ -142,7 +142,8 @@ def of_hopper(compiler, *names):
         )
         options = {"heads": 12 if "groups" in words else 3, "has_sinks": "sinks" in words}
         options["has_bias"] = "bias" in words
-        options |= {word: word in words for word in ("ordered", "short")}
+        options["ordered"] = "ordered" in words
+        options["span"] = next((word for word in words if word in ("short", "packed")), "long")
         options["softcap"] = 30.0 if "softcap" in words else None
         attend(hopper_forward.forward, hopper_backward.backward, int(head_dim), **options)
 

@@ -25,6 +25,7 @@ FAST = ("backward 64", *(f"unpack {head_dim}" for head_dim in (64, 88, 128, 184,
 SLOW = (
     *("forward retry 64", "ordered backward of groups 64", "forward sinks 64", "forward sinks 128"),
     "forward short 64",
+    "forward packed 64",
     *("forward softcap 64", "forward softcap 128", "ordered backward softcap of groups 64"),
     *(f"backward softcap {head_dim}" for head_dim in (96, 128, 192, 256)),
     *("backward 128", "backward of groups 128", "ordered backward 128"),

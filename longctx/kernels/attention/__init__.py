@@ -31,15 +31,16 @@ def hopper_size(head_dim: int) -> int:
 class Intervals(NamedTuple):
     """Keys that each query sees, and the transpose, int32; both ends are included.
 
-    `first`, `last` are (B or 1, Tq), `qfirst`, `qlast` (B or 1, Tk). `short`: no query sees more
-    than SHORT keys. Tiles are chosen by it; results do not depend on it.
+    `first`, `last` are (B or 1, Tq), `qfirst`, `qlast` (B or 1, Tk). `span` is "short" if no query
+    sees more than SHORT keys, else "packed" for documents. Tiles are chosen by it; results do not
+    depend on it.
     """
 
     first: Tensor
     last: Tensor
     qfirst: Tensor
     qlast: Tensor
-    short: bool = False
+    span: str = "long"
 
 
 class Saved(NamedTuple):

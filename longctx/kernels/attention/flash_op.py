@@ -114,7 +114,7 @@ def forward_op(
     last: Tensor,
     qfirst: Tensor,
     qlast: Tensor,
-    short: bool,
+    span: str,
     scale: float,
     softcap: float | None,
     implementation: str,
@@ -123,7 +123,7 @@ def forward_op(
 
     q is (B, Tq, Hq, D), k and v (B, Tk, Hkv, D), sinks (Hq,) and key_bias (B, Hq, Tk) float32.
     """
-    intervals = Intervals(first, last, qfirst, qlast, short)
+    intervals = Intervals(first, last, qfirst, qlast, span)
     learned = sinks, key_bias
     return _forward(q, k, v, *learned, *intervals, Scores(scale, softcap, *learned), implementation)
 
@@ -180,13 +180,13 @@ def _backward(do: Tensor, dlse: Tensor | None, saved: Saved, *others: Any) -> Gr
 
 
 def trusted(
-    part: str, implementation: str, q: Tensor, k: Tensor, scores: Scores, short: bool = False
+    part: str, implementation: str, q: Tensor, k: Tensor, scores: Scores, span: str = "long"
 ) -> Callable[..., Any]:
     """Return the kernels of a pass, "forward" or "backward", self-tested for tensors like q, k."""
     run: Callable[..., Any] = getattr(kernels(implementation, q.device), part)
     if _needs_trust(q, implementation):
         sinks, bias, softcap = (x is not None for x in (*scores[2:], scores.softcap))
-        trust(part, implementation, q, k, run, sinks, short, bias, softcap)
+        trust(part, implementation, q, k, run, sinks, span, bias, softcap)
     return run
 
 

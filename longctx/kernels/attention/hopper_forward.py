@@ -105,7 +105,8 @@ class ForwardConfig(NamedTuple):
 
     `pingpong`: consumers issue their products in turn. `overlap`: softmax stays ahead of the wait
     for the product before it. `masked_loop`: masked tiles have a loop of their own even if the
-    maximum follows the scores. `out_in_q`: out leaves from q's memory, so q is loaded again later.
+    maximum follows the scores. `own_bounds`: in it a consumer masks only what its own queries see
+    in part. `out_in_q`: out leaves from q's memory, so q is loaded again later.
     """
 
     BN: int
@@ -115,6 +116,7 @@ class ForwardConfig(NamedTuple):
     pingpong: bool
     overlap: bool
     masked_loop: bool
+    own_bounds: bool = False
     out_in_q: bool = False
 
 
@@ -142,11 +144,15 @@ CONFIGS = {  # by head size
     192: ForwardConfig(64, 3, 2, 240, True, True, False, out_in_q=True),
     256: ForwardConfig(64, 2, 2, 240, True, False, False, out_in_q=True),
 }
-# For windows of at most SHORT keys. In loops that short, consumers do not take turns, and each
-# begins at its own first keys. On an H200, 65,536 tokens, heads of 64, median ms with turns and
-# without: 64/8 heads, 128 keys 1.26, 1.14; with sinks 1.37, 1.24; packed too 1.46, 1.38; 16 heads,
-# 1,024 keys, documents of 3,000 1.19, 1.01. Longer loops lose by it: 16,384 keys 3.68, 3.90
-SHORT_CONFIGS = {64: ForwardConfig(64, 4, 3, 160, False, False, True)}
+# By the span of `Intervals` and the head size, where another is faster. In short windows consumers
+# do not take turns, and each begins at its own first keys. Documents have many tiles that are seen
+# in part: fewer queries in a tile, fewer of those. One H200, 65,536 tokens, heads of 64, median ms
+# by CONFIGS and by this one: 64/8 heads, window 128 1.26, 1.14; with sinks 1.37, 1.24; 32/8 heads,
+# documents of 3,000 2.42, 2.02; 64/8 with sinks 4.34, 4.02; 16,384 keys would take 1.96, 2.09
+OTHER_CONFIGS = {
+    ("short", 64): ForwardConfig(64, 4, 3, 160, False, False, True, True),
+    ("packed", 64): ForwardConfig(128, 3, 2, 240, True, False, True, True),
+}
 ROWS = gl.constexpr(64)  # queries of a consumer warpgroup
 LARGEST = gl.constexpr(2.0**32)  # sum of a row whose maximum is fixed
 HEAVY = gl.constexpr(0.125)  # part of a row's sum; few tiles of unit-variance scores have it
@@ -272,10 +278,17 @@ def rounded(p16, plain, l):
 
 
 @gluon.jit
-def softmax(s, m, scale_log2, masked, n0, first_i, last_i):
+def bounded(s, n0, first_i, last_i, inner, OWN_BOUNDS: gl.constexpr):
+    """Return s with -inf where query i does not see a key from n0 on."""
+    before, after = True, True
+    if OWN_BOUNDS:
+        before, after = n0 < inner[0], n0 + s.shape[1] - 1 > inner[1]
+    return mask_scores(s, n0, first_i, last_i, before, after)
+
+
+@gluon.jit
+def softmax(s, m, scale_log2):
     """Return p unnormalized, the new m, and the factor of the old sums, by online softmax."""
-    if masked:
-        s = mask_scores(s, n0, first_i, last_i, True, True)
     m_new = gl.maximum(m, gl.max(s, axis=1) * scale_log2)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s * scale_log2 - shift[:, None])
@@ -292,9 +305,10 @@ def scaled(acc, factor):
 def attend(
     q, p16, m, l, r, plain, acc,
     ks, vs, k_full, v_full,
-    it, pending, more, masked, n0, first_i, last_i, scale_log2, cap,
+    it, pending, more, masked, n0, first_i, last_i, inner, scale_log2, cap,
     BN: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
-    FIXED_MAX: gl.constexpr, C: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr,
+    OWN_BOUNDS: gl.constexpr, FIXED_MAX: gl.constexpr,
+    C: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Return p16, m, l, r, plain, acc after step `it`.
 
@@ -326,12 +340,14 @@ def attend(
     bar_arrive(K_EMPTY + now, 128 * CONSUMERS + 32)
     if cap is not None:
         s = softcapped(s, cap)
+    if masked:
+        s = bounded(s, n0, first_i, last_i, inner, OWN_BOUNDS)
     if FIXED_MAX:
         p = gl.exp2(s * scale_log2 - m[:, None])
         plain = row_sums(p, ROWS, BN)
         l += plain
     else:
-        p, m, alpha = softmax(s, m, scale_log2, masked, n0, first_i, last_i)
+        p, m, alpha = softmax(s, m, scale_log2)
         l_scale = gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))
         l = l * l_scale[:, None] + row_sums(p, ROWS, BN)
     p16 = gl.convert_layout(
@@ -377,8 +393,8 @@ def consumer(
     Tq, Hq, tiles, heads, l2_heads,
     PARTS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
-    MASKED_LOOP: gl.constexpr, OUT_IN_Q: gl.constexpr, FIXED_MAX: gl.constexpr,
-    SINKS: gl.constexpr, C: gl.constexpr,
+    MASKED_LOOP: gl.constexpr, OWN_BOUNDS: gl.constexpr, OUT_IN_Q: gl.constexpr,
+    FIXED_MAX: gl.constexpr, SINKS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Compute out and lse of consumer C's 64 queries of each tile."""
     qs, ks, vs = buffers
@@ -424,6 +440,14 @@ def consumer(
         upper = gl.load(
             last + b * stride_ib + gl.minimum(row0 + ROWS, Tq) - 1, mask=row0 >= 0, other=-1
         )
+        # keys inner[0] .. inner[1] are seen by all of its queries
+        inner = 0, 0
+        if OWN_BOUNDS:
+            its_last = gl.minimum(row0 + ROWS, Tq) - 1
+            inner = (
+                gl.load(first + b * stride_ib + its_last, mask=row0 >= 0, other=0),
+                gl.load(last + b * stride_ib + gl.maximum(row0, 0), mask=row0 < Tq, other=-1),
+            )
         i = row0 + gl.arange(0, ROWS, layout=s_rows)
         end = Tq if not UNEVEN else gl.where(row0 >= 0, Tq, row0)  # of this consumer's queries
         first_i = gl.load(first + b * stride_ib + i, mask=i < end, other=0)
@@ -450,7 +474,8 @@ def consumer(
             if cap is not None:
                 s = softcapped(s, cap)
             n0 = gl.where(masked > 0, masked_tile(passed, lo, full_lo, full_hi), full_lo) * BN
-            p, m, _ = softmax(s, m, scale_log2, True, n0, first_i, last_i)
+            s = bounded(s, n0, first_i, last_i, inner, OWN_BOUNDS)
+            p, m, _ = softmax(s, m, scale_log2)
             l = row_sums(p, ROWS, BN)
             p16 = gl.convert_layout(p.to(dtype), p_layout)
             after = begin + 1
@@ -475,8 +500,8 @@ def consumer(
                         ks, vs, k_full, v_full,
                         it + x, pending if UNEVEN else it + x - 1, x + 1 < n,
                         MASKED_LOOP or FIXED_MAX or x < masked, n0,
-                        first_i, last_i, scale_log2, cap,
-                        BN, STAGES, PINGPONG, OVERLAP, False, C, CONSUMERS, PARTS,
+                        first_i, last_i, inner, scale_log2, cap,
+                        BN, STAGES, PINGPONG, OVERLAP, OWN_BOUNDS, False, C, CONSUMERS, PARTS,
                     )  # fmt: skip
                     pending = it + x
                 else:
@@ -494,8 +519,8 @@ def consumer(
                         q_own, p16, m, l, r, plain, acc,
                         ks, vs, k_full, v_full,
                         it + x, pending if UNEVEN else it + x - 1, x + 1 < n,
-                        False, 0, first_i, last_i, scale_log2, cap,
-                        BN, STAGES, PINGPONG, OVERLAP, FIXED_MAX, C, CONSUMERS, PARTS,
+                        False, 0, first_i, last_i, inner, scale_log2, cap,
+                        BN, STAGES, PINGPONG, OVERLAP, OWN_BOUNDS, FIXED_MAX, C, CONSUMERS, PARTS,
                     )  # fmt: skip
                     pending = it + x
             if not UNEVEN:
@@ -560,7 +585,8 @@ def forward_kernel(
     GROUP: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
     PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, MASKED_LOOP: gl.constexpr,
-    OUT_IN_Q: gl.constexpr, FIXED_MAX: gl.constexpr, RETRY: gl.constexpr, SINKS: gl.constexpr,
+    OWN_BOUNDS: gl.constexpr, OUT_IN_Q: gl.constexpr,
+    FIXED_MAX: gl.constexpr, RETRY: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """Compute out (B, Tq, Hq, D) contiguous and lse (B, Hq, Tq); q, k, v, out are tensor maps.
 
@@ -606,7 +632,7 @@ def forward_kernel(
             retry, first, last, stride_ib, scale_log2, cap,
             Tq, Hq, tiles, heads, l2_heads,
             PARTS, BN, STAGES, CONSUMERS,
-            PINGPONG, OVERLAP, MASKED_LOOP, OUT_IN_Q, FIXED_MAX, SINKS, c,
+            PINGPONG, OVERLAP, MASKED_LOOP, OWN_BOUNDS, OUT_IN_Q, FIXED_MAX, SINKS, c,
         )) if c < CONSUMERS else (producer, (
             (q, q1)[:PARTS], (k, k1)[:PARTS], (v, v1)[:PARTS],
             buffers, loaded, queue, sink_slots,
@@ -639,9 +665,9 @@ def constants_of(
     )
 
 
-def config_of(size: int, short: bool) -> ForwardConfig:
-    """Return the config of heads of `size` channels; `short` as in `Intervals`."""
-    return SHORT_CONFIGS.get(size, CONFIGS[size]) if short else CONFIGS[size]
+def config_of(size: int, span: str) -> ForwardConfig:
+    """Return the config of heads of `size` channels; `span` as in `Intervals`."""
+    return OTHER_CONFIGS.get((span, size), CONFIGS[size])
 
 
 class ForwardLaunches(NamedTuple):
@@ -674,11 +700,11 @@ def forward(
         *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
         *(q.dtype, k.dtype, v.dtype, device, scale, softcap),
         *(first.shape, first.stride(), ends[0] % 16, ends[1] % 16, sinks is None, sinks_at % 16),
-        intervals.short,
+        intervals.span,
     )
     launches = _launches.get(key)
     aligned = (q_at | k_at | v_at) % 16 == 0
-    known = launches is not None and launches.config is config_of(launches.size, intervals.short)
+    known = launches is not None and launches.config is config_of(launches.size, intervals.span)
     if launches is None or not known or not aligned:
         return _first_forward(q, k, v, intervals, scores, key)
     B, Tq, Hq, _ = q.shape
@@ -703,7 +729,7 @@ def _first_forward(
         return forward(*addressed, intervals, scores)
     B, Tq, Hq, D = q.shape
     size, group = hopper_size(D), Hq // k.shape[2]
-    c = config_of(size, intervals.short)
+    c = config_of(size, intervals.span)
     tiles = triton.cdiv(Tq, 64 * c.consumers)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((B, Hq, Tq), dtype=torch.float32)

@@ -80,7 +80,7 @@ def trust(
     k: Tensor,
     run: Callable[..., Any],
     has_sinks: bool = False,
-    short: bool = False,
+    span: str = "long",
     has_bias: bool = False,
     has_softcap: bool = False,
 ) -> None:
@@ -96,7 +96,7 @@ def trust(
         bucket = launch.longest_bucket(
             (name for name, its in launch.PORTABLE.items() if its == part), q, k.shape[1]
         )
-    shapes, variant = (q.shape[3], group, bucket), (has_sinks, short, has_bias, has_softcap)
+    shapes, variant = (q.shape[3], group, bucket), (has_sinks, span, has_bias, has_softcap)
     key = (part, implementation, q.device, q.dtype, *shapes, *variant)
     if key in _trusted or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
@@ -105,7 +105,9 @@ def trust(
             return
         # longer problems in fewer copies: the test takes about the same time
         copies = max(2, max(COPIES // group, 20) * QUERIES // (bucket + QUERIES))
-        error = check(part, run, q.device, q.dtype, *shapes, copies, *variant)
+        error = check(
+            part, run, q.device, q.dtype, *shapes, copies, has_sinks, span, has_bias, has_softcap
+        )
         if error:
             raise SelfTestFailed(_message(part, implementation, q, error))
         _trusted.add(key)
@@ -121,7 +123,7 @@ def check(
     bucket: int = 0,
     copies: int = 1,
     has_sinks: bool = False,
-    short: bool = False,
+    span: str = "long",
     has_bias: bool = False,
     has_softcap: bool = False,
 ) -> str | None:
@@ -136,7 +138,7 @@ def check(
     qfirst = torch.searchsorted(x.last, keys, out_int32=True)
     qlast = torch.searchsorted(x.first, keys, right=True, out_int32=True) - 1
     first, last, qfirst, qlast = (end.to(device) for end in (x.first, x.last, qfirst, qlast))
-    intervals = Intervals(first, last, qfirst, qlast, short)
+    intervals = Intervals(first, last, qfirst, qlast, span)
     sinks = None if x.sinks is None else x.sinks.to(device)
     bias = None if x.key_bias is None else x.key_bias.to(device).expand(copies, -1, -1)
     scores = Scores(SCALE, SOFTCAP if has_softcap else None, sinks, bias)
