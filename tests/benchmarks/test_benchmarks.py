@@ -139,6 +139,11 @@ def test_layers_of_models_are_measured_by_each_peer(monkeypatch, capsys):
     assert "skipped" not in of_phi and "off those of the first" in of_olmo["skipped"]
 
 
+def test_the_table_of_layers_is_that_of_the_file():
+    result = json.loads((ROOT / "results/attention-models.json").read_text())
+    assert attention.table(result["rows"]) in (ROOT / "docs/results.md").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.no_gpu
 def test_steps_of_each_peer_are_a_row(result_of, tmp_path):
