@@ -1,0 +1,76 @@
+"""The base of mixers that are softmax attention with something before or after it, in mixers/.
+
+They have what a model gives its attention layers: projections, norms of q and k, rotary positions,
+windows, a gate. Their `forward` gets q (B, T, H, D), k and v (B, T, Hkv, D), and calls `attended`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from longctx.attention.description import AttentionConfig
+from longctx.model.layers import Linear, SelfAttention
+from longctx.model.mixer import Batch, Mixer
+from longctx.model.mixers.description import MixerSpec
+
+LEFT_OUT = ("qkv_bias", "out_bias", "sinks", "softcap")
+
+
+class Attending(Mixer, SelfAttention):
+    """A mixer that calls softmax attention; `more` names its weights besides those."""
+
+    share: ClassVar[str | None] = "heads"
+    attends: ClassVar[int] = 1
+
+    def __init__(self, part: MixerSpec, backend: AttentionConfig) -> None:
+        plain = part.softmax
+        SelfAttention.__init__(self, plain, backend)
+        self.part, self.backend = part, backend
+        for linear in part.linears[len(plain.linears) :]:
+            self.add_module(linear.name, Linear(linear.columns, linear.outputs, bias=False))
+        for name, size in part.vectors[len(plain.vectors) :]:
+            self.register_parameter(name, nn.Parameter(torch.zeros(size)))
+
+    @classmethod
+    def weights(cls, spec: MixerSpec) -> Mapping[str, tuple[Any, ...]]:
+        plain = spec.softmax
+        shapes: dict[str, tuple[Any, ...]] = {x.name: (x.rows, x.columns) for x in plain.linears}
+        return shapes | {name: (size,) for name, size in plain.vectors} | cls.more(spec)
+
+    @classmethod
+    def more(cls, spec: MixerSpec) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each weight that softmax attention does not have."""
+        return {}
+
+    @classmethod
+    def heads(cls, spec: MixerSpec) -> int:
+        return int(spec.model.kv_heads)
+
+    @classmethod
+    def problem(cls, spec: MixerSpec) -> str | None:
+        given = [f"model.{name}={x}" for name in LEFT_OUT if (x := getattr(spec.model, name))]
+        return f"it has no {given[0]}; leave that out" if given else None
+
+    # Those of attention: Mixer comes first, and has others
+    reads_input = SelfAttention.reads_input
+    project: Any = SelfAttention.project
+    finish = SelfAttention.finish
+
+    def attended(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, key_bias: Tensor | None = None
+    ) -> Tensor:
+        """Return softmax attention (B, T, H, D), by the backend; `key_bias` is (B, H, T) fp32."""
+        return self.attend(q, k, v, batch.mask, self.scores._replace(key_bias=key_bias))
+
+    def probabilities(self, q: Tensor, k: Tensor, batch: Batch, bias: Tensor | float = 0) -> Tensor:
+        """Return the softmax (B, H, T, T) of scores + bias, by the formula."""
+        keys, document = k.repeat_interleave(q.shape[2] // k.shape[2], 2), batch.documents
+        scores = torch.einsum("bihd,bjhd->bhij", q, keys) * (self.scale or self.head_dim**-0.5)
+        distance = batch.positions[:, :, None] - batch.positions[:, None]
+        seen = (document[:, :, None] == document[:, None]) & (distance >= 0)
+        seen &= distance < (batch.window or batch.length)
+        return (scores + bias).masked_fill(~seen[:, None], -torch.inf).softmax(-1)

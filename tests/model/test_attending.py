@@ -1,0 +1,109 @@
+"""Mixers that call softmax attention: kernels compute their formulas, and its gradients; documents
+are alone, ranks and recomputation change nothing.
+"""
+
+import pytest
+import torch
+
+from longctx.attention.exchange import Ranks
+from longctx.config.layout_config import MemoryConfig
+from longctx.model import GPT
+from longctx.model.decoder import Decoder
+from longctx.model.mixer import Batch
+from longctx.model.mixers.description import MIXERS
+from longctx.spec.model_config import GPTConfig
+from tests.model.test_mixers import LENGTHS, SIZES, packed, small, step
+
+NAMES = ("fox", "xsa", "differential")
+
+
+def gradients(model: GPT) -> list[torch.Tensor]:
+    """Loss and gradients of packed documents, with weights of the mixer that begin at 0 moved."""
+    for name, weight in model.named_parameters():
+        if name.endswith(("remember", "mix")):
+            torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(2))
+    return step(model)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "changes", [{}, {"window": 4, "attention_gate": "channel", "qk_norm": "head"}]
+)
+def test_the_kernel_and_its_gradients_are_the_formula(name, changes):
+    found = gradients(small(name, **changes))
+    model = small(name, **changes)
+    for block in model.blocks:
+        block.attention.forward = block.attention.naive
+    for actual, expected in zip(found, gradients(model), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert all(x.abs().max() > 0 for x in found)
+    plain = small("softmax", **changes)
+    assert (gradients(plain)[0] - found[0]).abs() > 1e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_documents_are_alone_and_decode(name):
+    model = small(name, "softmax").eval().requires_grad_(False)
+    ids, mask = packed()
+    alone = [model(x) for x in ids[:1].split(LENGTHS, dim=1)]
+    logits = model(ids, mask=mask)[:1]
+    torch.testing.assert_close(torch.cat(alone, dim=1), logits, rtol=1e-4, atol=1e-5)
+    decoder, text = Decoder(model, 1, 9), ids[:1, 1:10]
+    found = [decoder.prefill([text[0, :6].tolist()]), *map(decoder.step, text[:, 6:8].mT)]
+    torch.testing.assert_close(torch.cat(found), model(text)[0, 5:8], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recomputation_in_tiles_changes_nothing(name):
+    exact = gradients(small(name))
+    again = gradients(small(name, memory=MemoryConfig("balanced", keep_every=2, mlp_tile=9)))
+    for actual, expected in zip(again, exact, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def called(name: str, *more: torch.Tensor, **weights: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output of a mixer for random q, k and v of packed documents, and the v of each head."""
+    mixer = small(name).blocks[0].attention
+    batch = Batch(packed()[1].bind(2, 37, 37, "cpu"), 2)
+    for weight, value in weights.items():
+        getattr(mixer, weight).data.fill_(value)
+    q, k, v = (torch.randn(2, 37, heads, 8) for heads in (6, 2, 2))
+    return mixer(q, k, v, *more, batch), v.repeat_interleave(3, 2)
+
+
+def test_fox_that_forgets_all_sees_the_token_alone():
+    out, own = called("fox", torch.zeros(2, 37, 6), remember=-1e4)
+    torch.testing.assert_close(out, own)
+
+
+def test_xsa_has_nothing_along_its_own_value():
+    out, own = called("xsa")
+    assert (out * own).sum(-1).abs().max() < 1e-4
+    assert out[:, 0].abs().max() < 1e-5 < out[:, 2].abs().max()  # one token sees itself alone
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_share_of_the_heads_is_that_of_all(name):
+    mixer = small(name, channels=64, heads=8, kv_heads=4).blocks[0].attention
+    if name == "fox":
+        torch.nn.init.normal_(mixer.remember)
+    mask = packed()[1].bind(2, 37, 37, "cpu")
+    tensors = [torch.randn(2, 37, heads, 8) for heads in (8, 4, 4)]
+    tensors += [torch.randn(2, 37, 8)] if name == "fox" else []
+    outs = []
+    for rank in (0, 1):
+        own = [x.chunk(2, dim=2)[rank] for x in tensors]
+        outs.append(mixer.forward(*own, Batch(mask, 2, Ranks(rank, 2))))
+    whole = mixer.forward(*tensors, Batch(mask, 2))
+    torch.testing.assert_close(torch.cat(outs, dim=2), whole)
+    assert mixer.part.heads % 2 == 0
+
+
+def test_settings_that_they_lack_are_refused():
+    with pytest.raises(ValueError, match=r"mixer=xsa: it has no model\.sinks=True"):
+        small("xsa", sinks=True)
+    with pytest.raises(ValueError, match="kv_heads=1: pairs"):
+        small("differential", kv_heads=1)
+    with pytest.raises(ValueError, match="fox attention=sdpa: it has no key bias; use attention=f"):
+        GPT(GPTConfig(mixer=["fox"], **SIZES), "sdpa")
+    assert set(NAMES) < set(MIXERS)
