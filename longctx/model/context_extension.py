@@ -17,21 +17,24 @@ from longctx.spec.model_config import GPTConfig
 def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfig, str]:
     """Return `model` with positions stretched to `seq_len` by `rope`, and a line about it.
 
-    The line is empty for keep. `model.context` and `model.rope_scaling` describe the length that
-    the weights were trained for. Raises ValueError if `rope` cannot be done with them or does not
-    reach `seq_len`.
+    The line is empty if they stay. `model.context` and `model.rope_scaling` describe the length
+    that the weights were trained for. Raises ValueError if `rope` cannot be done with them or does
+    not reach `seq_len`.
     """
     rope.validate()
     if model.context is None:
         raise ValueError(
             f"rope={rope.type}: the length that the weights were trained for is not known"
         )
-    kind = automatic(model, seq_len) if rope.type == "auto" else rope.type
+    kind = rope.type
+    if kind == "auto":
+        # A run of several lengths, or the first of several runs, stretches to the last one at once
+        reached = int((rope.factor or 1) * (rope.original or model.context))
+        kind = automatic(model, max(seq_len, reached))
     if kind == "keep":
-        why = f"the weights' own {model.context:,} tokens hold {seq_len:,}"
-        if seq_len > model.context:
-            why = "rope_type=dynamic of the weights stretches itself to any length"
-        return model, f"auto: kept, {why}" if rope.type == "auto" else ""
+        is_short = rope.type == "keep" or seq_len <= model.context
+        why = "rope_type=dynamic of the weights stretches itself to any length"
+        return model, "" if is_short else f"auto: kept, {why}"
     # A larger base stretches without a factor (arXiv 2309.16039), so no length is refused
     if kind == "abf":
         assert rope.theta is not None
@@ -90,6 +93,6 @@ def automatic(model: GPTConfig, seq_len: int) -> str:
     if kind == "longrope":
         raise ValueError(
             f"rope=auto: longrope's factors were searched for {model.context:,} tokens, and "
-            f"seq_len={seq_len} is more; say rope=yarn, or rope=longrope with factors for it"
+            f"seq_len={seq_len} is more; say rope=keep, yarn, or longrope with factors for it"
         )
     return "yarn" if kind == "default" else kind

@@ -137,7 +137,7 @@ def test_a_file_changed_at_the_same_size_is_read_again(tmp_path, monkeypatch):
 
 # The example plugin of generated facts
 
-QUESTION = re.compile(r"\? The (?:pass key|secret number of (\w+)) is (\d{5})\.\n")
+QUESTION = re.compile(r"\? The (?:pass key|secret number of ([\w-]+)) is (\d{5})\.\n")
 
 
 @pytest.fixture
@@ -161,6 +161,12 @@ def test_every_question_is_answered_before(facts, needles):
             assert 0 <= text.find(fact) < question.start()
         assert questions[-1][1] is None
         assert questions[-1].end() == len(text)
+
+
+def test_answers_alone_are_learned_in_every_other_document(facts):
+    for index, (_, text, spans, *_) in enumerate(open_corpus(facts).documents()):
+        answers = [f" {found[2]}" for found in QUESTION.finditer(text)]
+        assert [text[slice(*span)] for span in spans] == (answers if index % 2 else [text])
 
 
 def test_facts_follow_from_their_number(facts):

@@ -75,7 +75,7 @@ def test_what_the_weights_leave_open_can_be_said(tuned):
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "rope", "warns"), [(96, None, False), (192, None, True), (192, "auto", False)]
+    ("seq_len", "rope", "warns"), [(96, "keep", False), (192, "keep", True), (192, None, False)]
 )
 def test_positions_beyond_the_trained_ones_warn(tuned, capsys, seq_len, rope, warns):
     tuned(seq_len=seq_len, max_steps=1, rope=rope)
