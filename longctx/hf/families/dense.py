@@ -2,8 +2,8 @@
 
 SmolLM3 has layers without rotary positions. In Ministral 3 queries grow with their position. Qwen's
 windows are in the upper layers. Granite has factors of embedding, branches, scores and logits.
-Gemma 3 has a rope for windows, and its embedding is scaled. In GLM-4 half of a head rotates, in
-pairs (2i, 2i + 1). They are folded at load: here a channel rotates with the one half of them
+In Gemma the embedding is scaled; Gemma 3 has a rope for windows. In GLM-4 half of a head rotates,
+in pairs (2i, 2i + 1). They are folded at load: here a channel rotates with the one half of them
 further on.
 """
 
@@ -127,18 +127,26 @@ class Exaone4(Family):
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
 
 
-class Gemma3Text(TwoRopes):
+class Gemma(Family):
     """The embedding is scaled, and attention by a number that may be another than the head's."""
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        activation = source["hidden_activation"]
-        source.refuse_unless("hidden_activation", activation, tuple(ACTIVATIONS))
-        scalar = source.size("query_pre_attn_scalar")
+        is_first = self.model_type == "gemma"
+        name = "hidden_act" if is_first else "hidden_activation"
+        # Files of the first Gemma call the same function gelu, and so does transformers
+        known = ACTIVATIONS | ({"gelu": "gelu_tanh"} if is_first else {})
+        source.refuse_unless(name, source[name], tuple(known))
+        size = source.size("head_dim")
+        scalar = size if is_first else source.size("query_pre_attn_scalar")
         return {
-            "activation": ACTIVATIONS[activation],
-            "attention_scale": None if scalar == source.size("head_dim") else scalar**-0.5,
+            "activation": known[source[name]],
+            "attention_scale": None if scalar == size else scalar**-0.5,
             "multipliers.embedding": source.size("hidden_size") ** 0.5,
         }
+
+
+class Gemma3Text(Gemma, TwoRopes):
+    """Windows have a rope of their own."""
 
 
 class Glm4(Family):
