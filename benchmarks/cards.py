@@ -196,16 +196,20 @@ def published() -> Iterator[Row]:
     """Yield a line for each length that Unsloth publishes, with ours."""
     for model, by_card in PUBLISHED.items():
         for gb, (unsloth, usual) in by_card.items():
-            step = run_of(Case(model, "LoRA on nf4")).workload
-            step = replace(step, lora=replace(step.lora, rank=32))
             line = {"model": f"`{model}`", "card": of(gb)}
             line |= {"transformers, FlashAttention-2": f"{usual:,}" if usual else "none"}
             line |= {"Unsloth": f"{unsloth:,}"}
-            found = {host: longest_step(step, gb, host) for host in HOSTS}
+            found = {host: longest_of_rank_32(model, gb, host) for host in HOSTS}
             yield line | {
                 f"longctx, {host} GiB of host": f"{x.seq_len:,}" if x else "none"
                 for host, x in found.items()
             }
+
+
+def longest_of_rank_32(model: str, gb: int, host: float) -> Workload | None:
+    """Return the step of the longest sequence of `model` as in PUBLISHED."""
+    step = run_of(Case(model, "LoRA on nf4")).workload
+    return longest_step(replace(step, lora=replace(step.lora, rank=32)), gb, host)
 
 
 def of(gb: int) -> str:

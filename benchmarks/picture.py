@@ -1,5 +1,5 @@
-"""The README's pictures, drawn from results/: the context that each attention allows, and whole
-training steps next to their baselines.
+"""The README's pictures, drawn from results/: the context that each attention allows, what fits a
+card next to what others publish, and whole training steps next to their baselines.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks import cards
 from benchmarks.points import training_run
 from benchmarks.processes import ROOT
 from benchmarks.report import save_figure, short
@@ -25,6 +27,9 @@ PANELS = {
     "124m": ("peers-124m.json", "nanogpt", "nanoGPT"),
 }
 COLORS = {"naive": "tab:red", "sdpa": "tab:orange", "flash": "tab:green"}
+HOST = 64  # GiB of host memory
+# Whole steps of 8b with LoRA on nf4 on an H200 whose memory was capped: GB of a card → tokens
+STEPPED = {24: 172160, 80: 421248}
 
 
 @dataclass(frozen=True)
@@ -45,25 +50,70 @@ def run(options: Options, command: str) -> None:
 
 
 def draw_reach() -> Figure:
-    """Draw tokens per second over tokens per sequence for each attention, up to its limit."""
+    """Draw tokens per second over tokens per sequence for each attention, up to its limit, and
+    tokens over the memory of a card.
+    """
+    figure = Figure(figsize=(14, 4.8))
+    speeds_of, lengths_of = figure.subplots(1, 2, width_ratios=[8, 5])
+    draw_attentions(speeds_of)
+    draw_cards(lengths_of)
+    return figure
+
+
+def draw_cards(axis: Axes) -> None:
+    """Draw the longest sequences of 8B models by card: published by others, predicted, stepped."""
+    published = cards.PUBLISHED["8b"]
+    usual = {gb: tokens for gb, (_, tokens) in published.items() if tokens is not None}
+    unsloth = {gb: tokens for gb, (tokens, _) in published.items()}
+    found = {gb: cards.longest_of_rank_32("8b", gb, HOST) for gb in published}
+    ours = {gb: step.seq_len for gb, step in found.items() if step is not None}
+    for tokens, style, label in (
+        (ours, "o--", f"longctx, predicted, {HOST} GiB of host memory"),
+        (STEPPED, "X", "longctx, stepped under a cap"),
+        (unsloth, "s-", "Unsloth, as published"),
+        (usual, "^-", "transformers, FlashAttention-2, as Unsloth publishes"),
+    ):
+        color = COLORS["flash"] if "longctx" in label else None
+        hollow = {"markerfacecolor": "white"} if "predicted" in label else {"markersize": 9}
+        axis.plot(list(tokens), list(tokens.values()), style, color=color, label=label, **hollow)
+        for gb in (24, 80):
+            at = (8, 2) if "stepped" in label else (6, -11)
+            near = {"xytext": at, "textcoords": "offset points", "fontsize": 8.5}
+            axis.annotate(f"{tokens[gb]:,}", (gb, tokens[gb]), **near)
+    axis.set_yscale("log")
+    axis.set_xlim(0, 97)
+    axis.set_xticks([gb for gb in published if gb != 12])
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axis.set_title("8B, LoRA on 4-bit weights: the longest sequence")
+    axis.set_xlabel("GB of the card")
+    axis.set_ylabel("tokens per sequence")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8.5, loc="lower right")
+
+
+def draw_attentions(axis: Axes) -> None:
+    """Draw tokens per second over tokens per sequence for each attention, up to its limit, and for
+    transformers with Liger.
+    """
     content: dict[str, Any] = json.loads((RESULTS / "context.json").read_text())
-    figure = Figure(figsize=(9, 4.6))
-    axis = figure.subplots()
+    usual = {tokens: speed for tokens, (_, speed) in speeds(*PANELS["1b"][:2]).items()}
+    axis.plot(list(usual), list(usual.values()), "^-", color="tab:blue", label=PANELS["1b"][2])
+    axis.legend(loc="lower left")
     for backend, color in COLORS.items():
         rows = [row for row in content["rows"] if row["backend"] == backend]
         measured = [row for row in rows if row.get("tokens_per_second")]
         lengths = [row["tokens"] for row in measured]
-        speeds = [row["tokens_per_second"] for row in measured]
-        axis.plot(lengths, speeds, "o-", color=color, linewidth=2.2)
+        each = [row["tokens_per_second"] for row in measured]
+        axis.plot(lengths, each, "o-", color=color, linewidth=2.2)
         place = {"ha": "right", "va": "bottom" if backend == "flash" else "center"}
-        beginning = lengths[0] / 1.06, speeds[0]
+        beginning = lengths[0] / 1.06, each[0]
         axis.annotate(f" {backend}", beginning, color=color, weight="bold", **place)
-        limit, end = content["longest"][backend]["tokens"], speeds[-1]
+        limit, end = content["longest"][backend]["tokens"], each[-1]
         is_measured = limit == lengths[-1]
         # What was not trained is predicted, as longctx plan does: a hollow end
         if not is_measured:
             limit, end = predicted_end([*content["overrides"], f"attention={backend}"], content)
-            axis.plot([lengths[-1], limit], [speeds[-1], end], "--", color=color)
+            axis.plot([lengths[-1], limit], [each[-1], end], "--", color=color)
         style = {"markerfacecolor": color if is_measured else "white"}
         axis.plot([limit], [end], "X", color=color, markersize=11, **style)
         what = "out of memory\nbeyond" if is_measured else "predicted to fit\nup to"
@@ -72,7 +122,7 @@ def draw_reach() -> Figure:
     ticks = [4096 * 2**n for n in range(9)]
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    axis.set_xlim(1900, 12_000_000)
+    axis.set_xlim(1900, 30_000_000)
     axis.set_xticks(ticks, [short(n).replace("1024K", "1M") for n in ticks])
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     millions = content["parameters"] / 1e6
@@ -80,7 +130,6 @@ def draw_reach() -> Figure:
     axis.set_xlabel("tokens per sequence")
     axis.set_ylabel("tokens per second")
     axis.grid(alpha=0.3)
-    return figure
 
 
 def predicted_end(overrides: list[str], content: dict[str, Any]) -> tuple[int, float]:
