@@ -7,6 +7,8 @@ only when it is complete.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from longctx.data import Tokenizer
 from longctx.hf import model_folder
 from longctx.hf.families import read_model, write_config
 from longctx.hf.families.config_json import wraps
+from longctx.hf.family_folder import joined, shares_of
 from longctx.hf.stored import warn_of_not_finite, write_json
 from longctx.model import lora
 from longctx.model.gpt import GPT
@@ -27,6 +30,7 @@ from longctx.model.saved_weights import checked_skeleton, lora_of
 from longctx.runs import run_folder
 from longctx.runs.checkpoints import not_finite, read, verify
 from longctx.spec.model_config import GPTConfig, LoraConfig
+from longctx.spec.parts import Piece
 
 NAMES = ("tokenizer", "tokenizer_config", "special_tokens_map")
 TOKENIZER_FILES = (*(f"{name}.json" for name in NAMES), "chat_template.jinja")
@@ -180,6 +184,14 @@ def run_adapter(
         print(f"its positions are stretched, which peft does not do: {opening}")
 
 
+def _rows_of_b(layers: Mapping[str, Any], piece: Piece) -> Tensor:
+    """Return what LoRA has for `piece`, which is 0 next to a layer that it adds to."""
+    rank = next(iter(layers.values())).lora_b.shape[1]
+    layer = layers.get(piece.ours)
+    lora_b = torch.zeros(piece.rows.stop, rank) if layer is None else layer.lora_b.detach()
+    return lora_b[piece.rows]
+
+
 def export_adapter(
     model: GPT,
     config: LoraConfig,
@@ -198,18 +210,22 @@ def export_adapter(
     # Our q, k and v are one layer, theirs are three: each gets a copy of A and its rows of B
     tensors: dict[str, Tensor] = {}
     modules = model.named_modules()
-    layers = {name: module for name, module in modules if isinstance(module, lora.LoraLinear)}
-    for piece in model_folder.format_of(model.config).pieces(model):
-        layer = layers.get(piece.ours.removesuffix(".weight"))
-        if layer is not None and piece.ours.endswith(".weight"):
-            name = piece.theirs.removesuffix(".weight")
+    layers = {f"{name}.weight": x for name, x in modules if isinstance(x, lora.LoraLinear)}
+    pieces = model_folder.format_of(model.config).pieces(model)
+    for theirs, shares in shares_of(pieces).items():
+        adapted = {piece.ours for piece in shares if piece.ours in layers}
+        if len(adapted) > 1:
+            merged = "leave adapter out, which writes the merged model"
+            raise ValueError(f"adapter=true: LoRA adds to parts of {theirs} apart; {merged}")
+        for layer in map(layers.__getitem__, adapted):
+            name = theirs.removesuffix(".weight")
             # A wrapper's language model lies one level deeper
             if in_wrapper:
                 name = name.replace("model.", "model.language_model.", 1)
             path = f"base_model.model.{name}"
             # safetensors refuses tensors that share memory, as copies of A would
             tensors[f"{path}.lora_A.weight"] = layer.lora_a.detach().clone()
-            lora_b = piece.fold.save(layer.lora_b.detach()[piece.rows])
+            lora_b = joined(shares, partial(_rows_of_b, layers))
             tensors[f"{path}.lora_B.weight"] = lora_b.clone()
 
     warn_of_not_finite(not_finite(tensors))

@@ -136,25 +136,26 @@ def writer(
     keys |= {f"{key}_token_id": generation.get(f"{key}_token_id") for key in ("bos", "eos", "pad")}
     keys |= {"dtype": str(dtype or model.embed.weight.dtype).removeprefix("torch.")}
     parameters, common = dict(model.named_parameters()), dtype or model.embed.weight.dtype
-    pieces = {piece.theirs: piece for piece in family.tensors(model.config)}
+    shares = shares_of(family.tensors(model.config))
     split = split_state_dict_into_shards_factory(
-        pieces,
-        get_storage_size=lambda piece: common.itemsize * torch.Size(piece.shape).numel(),
+        shares,
+        get_storage_size=lambda pieces: common.itemsize * torch.Size(pieces[0].shape).numel(),
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_bytes,
     )
 
     # Norms and corrections of routers keep the precision in which they compute
-    def tensor(piece: Piece) -> Tensor:
-        saved: Tensor = piece.fold.save(parameters[piece.ours].detach()[piece.rows])
-        return saved.to(torch.float32 if piece.ours in model.exact else dtype or saved.dtype)
+    def tensor(pieces: list[Piece]) -> Tensor:
+        saved = joined(pieces, lambda piece: parameters[piece.ours].detach()[piece.rows])
+        is_exact = pieces[0].ours in model.exact
+        return saved.to(torch.float32 if is_exact else dtype or saved.dtype)
 
     def write(folder: Path) -> None:
         write_json(folder / "config.json", keys)
         size, flawed = 0, None
         for file, names in split.filename_to_tensors.items():
             # A shard at a time: the weights need not fit in memory twice
-            tensors = {name: tensor(pieces[name]) for name in names}
+            tensors = {name: tensor(shares[name]) for name in names}
             flawed = flawed or not_finite(tensors)
             save_file(tensors, folder / file, metadata={"format": "pt"})
             files.as_umask_allows(folder / file)
@@ -171,3 +172,17 @@ def pieces(model: GPT) -> Iterator[Piece]:
     """Yield every tensor of a folder, as rows of a parameter of `model`."""
     keys = write_config(model.config, model.config.context or 1)
     yield from FAMILIES[keys["model_type"]].tensors(model.config)
+
+
+def shares_of(pieces: Iterator[Piece]) -> dict[str, list[Piece]]:
+    """Return the pieces of each tensor of a folder, by its name; mostly it is one."""
+    shares: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        shares.setdefault(piece.theirs, []).append(piece)
+    return shares
+
+
+def joined(pieces: list[Piece], rows: Callable[[Piece], Tensor]) -> Tensor:
+    """Return the folder's tensor that `pieces` share, from the `rows` of each in our parameter."""
+    saved: list[Tensor] = [piece.fold.save(rows(piece)) for piece in pieces]
+    return saved[0] if len(saved) == 1 else torch.cat(saved, dim=1).flatten(0, 1)

@@ -20,6 +20,7 @@ from longctx.evaluation.score import Scorer
 from longctx.hf import model_folder
 from longctx.hf.export import export, export_adapter
 from longctx.hf.families import FAMILIES
+from longctx.hf.families.hybrid import GatedDelta
 from longctx.hf.proof import prove
 from longctx.hf.transformers_model import TransformersModel, described
 from longctx.model import lora
@@ -37,7 +38,8 @@ LOADED = ("deepseek_v3", "gpt2", "granitemoe", "lfm2", "zamba2")
 SLOWER = ("cohere2", "dots1", "ernie4_5_moe", "glm", "minimax_m2", "olmoe", "opt")
 LOADED = [*LOADED, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOWER)]
 # Computed by longctx too
-OURS = set(FAMILIES) & set(CONFIG_MAPPING) - set(FAST)
+RECURRENT = {kind for kind, family in FAMILIES.items() if isinstance(family, GatedDelta)}
+OURS = set(FAMILIES) & set(CONFIG_MAPPING) - set(FAST) - RECURRENT
 KINDS = [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in sorted(OURS))]
 
 
@@ -247,14 +249,14 @@ def test_an_export_in_16_bits_rounds_no_correction(kind, tmp_path):
     [
         *((kind, {}) for kind in ("deepseek_v3", "dots1", "ernie4_5_moe", "gemma2")),
         *(("cohere2", {"rslora": rslora}) for rslora in (False, True)),
-        *((kind, {"targets": ["qkv", "gate_up"]}) for kind in ("glm4", "phi3")),
+        *((kind, {"targets": ["qkv", "gate_up"]}) for kind in ("glm4", "phi3", "qwen3_5_text")),
         ("glm4_moe", {"targets": ["qkv", "out"]}),
     ],
 )
 def test_lora_begins_trains_merges_and_opens_in_peft(kind, changes, tmp_path):
     theirs, config = reference(kind), LoraConfig(rank=3, **changes)
     theirs.save_pretrained(tmp_path)
-    is_ours = kind in ("glm4", "glm4_moe", "phi3")
+    is_ours = kind in ("glm4", "glm4_moe", "phi3", "qwen3_5_text")
     model = model_folder.pretrained(tmp_path) if is_ours else opened(tmp_path)
     _, tokens, targets, mask = documents(LENGTHS)
     before = model(tokens, targets, mask)

@@ -11,6 +11,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     SmolLM3Config,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -36,6 +37,11 @@ MODELS: dict[str, PreTrainedConfig] = {
     ),
     "smollm3, layers without positions": SmolLM3Config(
         **GROUPED, no_rope_layer_interval=2, **SPECIAL
+    ),
+    "qwen3_5, layers with a state": Qwen3_5TextConfig(
+        **GROUPED | {"head_dim": 8, "partial_rotary_factor": 0.5, "full_attention_interval": 2},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 6, "linear_value_head_dim": 8},
     ),
     **{
         name: LlamaConfig(**GROUPED | {"rope_parameters": {"rope_theta": 5000.0} | rope})

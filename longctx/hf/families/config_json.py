@@ -16,7 +16,7 @@ from longctx import untrusted
 from longctx.config.rope_config import ORIGINAL, is_number
 
 # model_type of a multimodal config.json → that of its text_config, if it has none
-WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}
 # Names as folders have them, and as transformers has them in memory; in a text model's own folder
 PREFIXES = {
     "language_model.model.": "model.",
@@ -82,8 +82,8 @@ class ConfigJson(dict[str, Any]):
             raise self.error(f"{key}={value!r} must be true or false")
         return value
 
-    def layer_types(self, layers: int, sliding: bool) -> list[str] | None:
-        """The kind of attention of each layer; sliding_attention is allowed only if `sliding`."""
+    def layer_types(self, layers: int, others: Collection[str]) -> list[str] | None:
+        """Return the kind of each layer, full_attention or one of `others`, if the file has it."""
         kinds = self.get("layer_types")
         if kinds is None:
             return None
@@ -91,9 +91,8 @@ class ConfigJson(dict[str, Any]):
             raise self.error(
                 f"layer_types={_short(kinds)} must be a list of {layers}, one for each layer"
             )
-        covered = ("full_attention", "sliding_attention") if sliding else ("full_attention",)
         for n, kind in enumerate(kinds):
-            self.refuse_unless(f"layer_types[{n}]", kind, covered)
+            self.refuse_unless(f"layer_types[{n}]", kind, ("full_attention", *others))
         return kinds
 
     @property

@@ -191,7 +191,7 @@ class Family:
         """Return the layers that have a window."""
         used = "use_sliding_window" not in self.keys or source.flag("use_sliding_window")
         used = used and "sliding_window" in self.keys and source.get("sliding_window") is not None
-        kinds = source.layer_types(layers, sliding=used)
+        kinds = source.layer_types(layers, [WINDOWED] if used else [])
         if used and kinds is None:
             return list(self.default_windowed(source, layers))
         return [n for n, kind in enumerate(kinds or ()) if kind == WINDOWED]

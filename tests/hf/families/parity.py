@@ -148,8 +148,8 @@ def check_computation(theirs: Any, folder: Path) -> None:
         weight = model.get_parameter(piece.ours)
         if not weight.requires_grad:
             continue
-        ours = piece.fold.save(weight.grad[piece.rows])
-        want = gradients[piece.theirs]
+        ours = weight.grad[piece.rows]
+        want = piece.fold.load(gradients[piece.theirs])
         assert (ours - want).abs().max() < 1e-3 * want.abs().max() + least, piece.theirs
 
 
@@ -185,6 +185,8 @@ class FamilyTests:
     # rope_parameters that stand next to the others
     growth: Mapping[str, Any] = {}
     lora_targets: tuple[str, ...] = LORA_TARGETS
+    # relative difference that rounding to fp32 makes in packed documents
+    rounding: float = 1e-5
     # scalings to test every time; the others are slow tests
     fast_ropes: tuple[str, ...] = ("yarn",)
 
@@ -256,14 +258,14 @@ class FamilyTests:
 
         expected = alone(theirs)
         model = pretrained(tmp_path / "in")
-        assert error(packed(model), expected) < 1e-5
+        assert error(packed(model), expected) < self.rounding
         added = lora.add(model, LoraConfig(2, targets=[*self.lora_targets]))
         for layer in lora.layers(added):
             torch.nn.init.normal_(layer.lora_b, std=0.1)
         export(lora.merge(added), tmp_path / "in", tmp_path / "out")
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
         trained = packed(added)
-        assert error(trained, alone(again.eval())) < 1e-5 < error(trained, expected)
+        assert error(trained, alone(again.eval())) < self.rounding < error(trained, expected)
         rounded = packed(pretrained(tmp_path / "in", dtype=torch.bfloat16))
         assert error(rounded, expected) < 0.01 + 2 * error(alone(theirs.bfloat16()), expected)
 

@@ -6,7 +6,13 @@ import shutil
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    Qwen3_5TextConfig,
+)
 
 import eval as evaluate
 import longctx
@@ -39,6 +45,23 @@ def test_what_was_trained_opens_in_transformers(tuned, folder, tmp_path):
 
     again, _ = longctx.load(tuned("again", init=out, max_steps=1, lr=0.0), "cpu")
     torch.testing.assert_close(again(tokens), expected)
+
+
+def test_layers_with_a_state_are_trained_and_open_in_transformers(tuned, folder, tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 320}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "full_attention_interval": 2}
+    sizes |= {"linear_key_head_dim": 6, "linear_value_head_dim": 8, "max_position_embeddings": 96}
+    config = Qwen3_5TextConfig(**sizes, partial_rotary_factor=0.5)
+    theirs, out = AutoModelForCausalLM.from_config(config), tmp_path / "out"
+    (folder / "config.json").unlink()
+    theirs.save_pretrained(folder)
+    run = tuned(lr=0.01)
+    assert export(["export", str(run), str(out)]) == 0
+    (model, _), tokens = longctx.load(run, "cpu"), torch.randint(320, (2, 90))
+    exported, expected = AutoModelForCausalLM.from_pretrained(out)(tokens).logits, model(tokens)
+    assert (exported - expected).norm() < 1e-5 * expected.norm()
+    assert (theirs(tokens).logits - expected).norm() > 1e-3 * expected.norm()
 
 
 def test_stretched_run_opens_stretched_in_transformers(start, tuned, tmp_path, refused, capsys):

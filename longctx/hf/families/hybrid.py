@@ -1,0 +1,94 @@
+"""Code of families with layers of the gated delta rule between those of attention. families.toml
+has what tables can say.
+
+In Qwen3.5 q_proj has the queries and the gate of each head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from longctx.hf.families.config_json import ConfigJson
+from longctx.hf.families.family import FULL, Family
+from longctx.spec.model_config import GPTConfig
+from longctx.spec.parts import Fold, Piece
+
+RECURRENT = "linear_attention"
+# Keys of config.json → options of the mixer
+OPTIONS = {
+    "linear_num_key_heads": "key_heads",
+    "linear_num_value_heads": "value_heads",
+    "linear_key_head_dim": "key_size",
+    "linear_value_head_dim": "value_size",
+}
+
+
+@dataclass(frozen=True)
+class Share(Fold):
+    """A tensor of the folder has rows of several of ours in each head, `sizes` of them; those of
+    number `index` are this one's.
+    """
+
+    sizes: Sequence[int]
+    index: int
+
+    def rows(self, shape: tuple[int, ...]) -> int:
+        return shape[0] // sum(self.sizes) * self.sizes[self.index]
+
+    def load(self, tensor: Any) -> Any:
+        heads = tensor.unflatten(0, (-1, sum(self.sizes)))
+        return heads.split(self.sizes, dim=1)[self.index].flatten(0, 1)
+
+    def save(self, rows: Any) -> Any:
+        """Return (heads, rows of each, ...), which `family_folder.joined` puts between others."""
+        return rows.unflatten(0, (-1, self.sizes[self.index]))
+
+
+class GatedDelta(Family):
+    """Layers of the gated delta rule by layer_types, else all but every fourth."""
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        kinds = source.layer_types(layers, [RECURRENT])
+        recurrent = self.default_windowed(source, layers)
+        if kinds is not None:
+            recurrent = [n for n, kind in enumerate(kinds) if kind != FULL]
+        mixers = ["gdn" if n in recurrent else "softmax" for n in range(layers)]
+        repeats = (n for n in range(1, layers) if mixers[n:] == mixers[:-n])
+        options = {ours: source.size(key) for key, ours in OPTIONS.items()}
+        return {
+            "mixer": mixers[: next(repeats, layers)],
+            "mixer_options": {"gdn": options} if recurrent else {},
+        }
+
+    def read_windowed(self, source: ConfigJson, layers: int) -> list[int]:
+        return []
+
+    def read_keys(self) -> set[str]:
+        return super().read_keys() | OPTIONS.keys()
+
+
+class Qwen35(GatedDelta):
+    """Attention has a gate, and positions may have three coordinates, which are equal in text."""
+
+    def read(self, source: ConfigJson) -> GPTConfig:
+        rope = dict(source.get(source.rope_key) or {})
+        text = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+        return super().read(source.with_keys(**{source.rope_key: text}))
+
+    def leaves_out(self, tensor: str, config: GPTConfig) -> bool:
+        return tensor.startswith("mtp.")
+
+    def tensors(self, config: GPTConfig) -> Iterator[Piece]:
+        sizes = config.head_size, config.head_size
+        for piece in super().tensors(config):
+            layer, _, name = piece.theirs.rpartition(".self_attn.")
+            if name in ("q_proj.weight", "gate_proj.weight"):
+                (rows, columns), is_gate = piece.shape, name.startswith("gate")
+                piece = piece._replace(
+                    theirs=f"{layer}.self_attn.q_proj.weight",
+                    shape=(2 * rows, columns),
+                    fold=Share(sizes, int(is_gate)),
+                )
+            yield piece
