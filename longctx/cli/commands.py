@@ -307,8 +307,7 @@ def _data(request: Request[options.DataOptions], training: list[str]) -> int:
     config: TrainConfig = compose("train", training).config
     if isinstance(config.seq_len, str):
         raise ValueError(f"seq_len={config.seq_len}: give a number of tokens")
-    from longctx.data.describe import describe
-
+    describe: Callable[..., int] = resolve_name("longctx.data.describe:describe")
     return describe(config.seq_len, config.init, config.data_as_read)
 
 
@@ -326,6 +325,7 @@ COMMANDS: dict[str, Command] = {
     "chat": Command(ChatConfig, partial(_sample, "chat")),
     "plan": Command(PlanOptions, plan, trains=True),
     "data": Command(options.DataOptions, _data, trains=True),
+    "check": Command(options.CheckOptions, partial(_call, "hf.check:check")),
     "convert": Command(options.ConvertOptions, partial(_call, "cli.convert:convert")),
     "compare": Command(options.CompareOptions, partial(_call, "report.compare:compare")),
     "dashboard": Command(options.DashboardOptions, partial(_call, "report.dashboard:dashboard")),

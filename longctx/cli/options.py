@@ -76,6 +76,16 @@ class DashboardOptions(Group):
 
 
 @dataclass
+class CheckOptions(Group):
+    """Check what a mixer or an attention backend must keep.
+
+    longctx check my_mixer.py
+    """
+
+    name: str = key("", "a plugin or a name, or a folder for transformers", positional=True)
+
+
+@dataclass
 class ExportOptions(Group):
     """Write a trained model as a Hugging Face folder.
 

@@ -81,13 +81,11 @@ class Mixer(nn.Module):
     options: the keys of model.mixer_options.NAME, with their defaults
     share: how context=N divides it; "heads": a rank has all tokens of some heads, that is of
         dimension 2 of all `tensors` and of `out`, and `batch.own_heads` of weights; None: refused
-    names: weight → its tensor, or tensors, in a layer of a Hugging Face folder, for a family
     attends: how often it calls softmax attention, of the model's heads, for each token
     """
 
     options: ClassVar[Mapping[str, Any]] = {}
     share: ClassVar[str | None] = None
-    names: ClassVar[Mapping[str, Any] | None] = None
     attends: ClassVar[int] = 0
 
     def __init__(self, part: MixerSpec, backend: AttentionConfig) -> None:
@@ -118,8 +116,7 @@ class Mixer(nn.Module):
     @classmethod
     def heads(cls, spec: MixerSpec) -> int:
         """Return a number that devices may divide, if `share` is "heads"."""
-        heads: int = spec.model.heads
-        return heads
+        return int(spec.model.heads)
 
     @classmethod
     def problem(cls, spec: MixerSpec) -> str | None:

@@ -96,7 +96,7 @@ def test_a_share_of_the_heads_is_that_of_all(name):
         outs.append(mixer.forward(*own, Batch(mask, 2, Ranks(rank, 2))))
     whole = mixer.forward(*tensors, Batch(mask, 2))
     torch.testing.assert_close(torch.cat(outs, dim=2), whole)
-    assert mixer.part.heads % 2 == 0
+    assert mixer.part.computed_by.heads(mixer.part) % 2 == 0
 
 
 def test_settings_that_they_lack_are_refused():

@@ -53,10 +53,16 @@ def test_each_document_is_that_of_transformers():
     sizes = {f"linear_{name}": x for name, x in zip(names, OPTIONS.values(), strict=True)}
     keys = {"hidden_size": 48, "num_hidden_layers": 2, "rms_norm_eps": 1e-5}
     theirs = Qwen3_5GatedDeltaNet(Qwen3_5TextConfig(**sizes, **keys), 0).double()
-    own = {f"blocks.0.{name}": x for name, x in ours.blocks[0].named_parameters()}
-    pieces = ours.config.blocks[0].attention.pieces("layer", "blocks.0")
-    state = {piece.theirs.removeprefix("layer.linear_attn."): piece for piece in pieces}
-    theirs.load_state_dict({name: own[piece.ours][piece.rows] for name, piece in state.items()})
+    own = dict(ours.blocks[0].attention.named_parameters())
+    state = {name: own[name] for name in ("A_log", "dt_bias")}
+    state |= {"conv1d.weight": own["taps"], "norm.weight": own["norm"]}
+    state |= zip(
+        ("in_proj_b.weight", "in_proj_a.weight"), own["rates.weight"].chunk(2), strict=True
+    )
+    named = {"in_proj_qkv": "qkv", "in_proj_z": "gate", "out_proj": "out"}
+    theirs.load_state_dict(
+        state | {f"{name}.weight": own[f"{x}.weight"] for name, x in named.items()}
+    )
     x = torch.randn(2, sum(LENGTHS), 48, dtype=torch.float64, requires_grad=True)
     found, mixer = branch(ours.blocks[0].attention, x)[0][1:], theirs.requires_grad_(False)
     expected = torch.cat([mixer(part) for part in x[1:].split(LENGTHS, dim=1)], dim=1)

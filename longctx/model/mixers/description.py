@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd, prod
@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longctx.config.fields import Group, key
-from longctx.spec.parts import AttentionSpec, LinearSpec, Piece
+from longctx.spec.parts import AttentionSpec, LinearSpec
 
 SOFTMAX = "softmax"  # attention by the backend that attention= names
+FILES = {module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])}
+# Name → class, None until its file is imported
+MIXERS: dict[str, Any] = dict.fromkeys((SOFTMAX, *sorted(FILES - {Path(__file__).stem})))
 
 
 class Cost(NamedTuple):
@@ -37,58 +40,31 @@ class Cost(NamedTuple):
     state: float = 0.0
 
 
-class Mixers(Collection[str]):
-    """The names that model.mixer= takes."""
-
-    def __init__(self) -> None:
-        self._classes: dict[str, Any] = {}
-        paths = [str(Path(__file__).parent)]
-        files = {module.name for module in pkgutil.iter_modules(paths)}
-        self._files = files - {Path(__file__).stem}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((SOFTMAX, *sorted(self._files | self._classes.keys())))
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-    def __contains__(self, name: object) -> bool:
-        return name in (SOFTMAX, *self._files, *self._classes)
-
-    def __getitem__(self, name: str) -> Any:
-        """Return the class of that name."""
-        if name not in self._classes:
-            importlib.import_module(f"longctx.model.mixers.{name}")
-        return self._classes[name]
-
-    def register(self, name: str, mixer: Any) -> None:
-        """Let model.mixer= have the value `name`; ValueError if the name is taken."""
-        is_own = mixer.__module__ == f"longctx.model.mixers.{name}"
-        if name in self._classes or (name in self and not is_own):
-            raise ValueError(f"model.mixer={name}: is registered already; choose another name")
-        self._classes[name] = mixer
-
-    def remove(self, name: str) -> None:
-        """Forget `name`, as a test does with its own."""
-        del self._classes[name]
+def register(name: str, mixer: Any) -> None:
+    """Let model.mixer= have the value `name`; ValueError if the name is taken."""
+    is_own = mixer.__module__ == f"longctx.model.mixers.{name}"
+    if MIXERS.get(name) or (name in MIXERS and not is_own):
+        raise ValueError(f"model.mixer={name}: is registered already; choose another name")
+    MIXERS[name] = mixer
 
 
-MIXERS = Mixers()
-register = MIXERS.register
+def class_of(name: str) -> Any:
+    """Return the class that computes the mixer `name`."""
+    if MIXERS[name] is None:
+        importlib.import_module(f"longctx.model.mixers.{name}")
+    return MIXERS[name]
 
 
 @dataclass(frozen=True)
 class MixerSpec(AttentionSpec):
-    """A layer that a registered class computes; it has the sizes of an attention layer in its
-    place.
-    """
+    """A layer that a `Mixer` computes; it has the sizes of an attention layer in its place."""
 
     mixer: str = SOFTMAX
 
     @property
     def computed_by(self) -> Any:
-        """The class, a `Mixer`."""
-        return MIXERS[self.mixer]
+        """The class."""
+        return class_of(self.mixer)
 
     def build(self, *arguments: Any) -> Any:
         return self.computed_by(self, *arguments)
@@ -96,8 +72,7 @@ class MixerSpec(AttentionSpec):
     @property
     def options(self) -> dict[str, Any]:
         """Its values of model.mixer_options.NAME, with defaults."""
-        given = self.model.mixer_options.get(self.mixer) or {}
-        return {**self.computed_by.options, **given}
+        return {**self.computed_by.options, **self.model.mixer_options.get(self.mixer, {})}
 
     @cached_property
     def shapes(self) -> dict[str, tuple[Any, ...]]:
@@ -106,29 +81,18 @@ class MixerSpec(AttentionSpec):
 
     @cached_property
     def linears(self) -> tuple[LinearSpec, ...]:
-        linears = []
-        for name, shape in self.shapes.items():
-            if len(shape) == 2:
-                rows = shape[0] if isinstance(shape[0], tuple) else (shape[0],)
-                tensors = tuple(f"{name}.{n}" for n in range(len(rows)))
-                linears.append(LinearSpec(name, tensors, rows, shape[1], False, name == "out"))
-        return tuple(linears)
+        matrices = {name: shape for name, shape in self.shapes.items() if len(shape) == 2}
+        stacked = {x: (r if isinstance(r, tuple) else (r,), c) for x, (r, c) in matrices.items()}
+        # No folder has them, so their tensors have no names
+        return tuple(
+            LinearSpec(name, ("",) * len(rows), rows, columns, False, name == "out")
+            for name, (rows, columns) in stacked.items()
+        )
 
     @property
     def vectors(self) -> tuple[tuple[str, int], ...]:
-        others = (name for name, shape in self.shapes.items() if len(shape) != 2)
-        return tuple((name, prod(self.shapes[name])) for name in others)
-
-    def pieces(self, theirs: str, ours: str) -> Iterator[Piece]:
-        names: Mapping[str, Any] = self.computed_by.names
-        for name, shape in self.shapes.items():
-            rows = shape[0] if isinstance(shape[0], tuple) else (shape[0],)
-            tensors = names[name] if isinstance(names[name], tuple) else (names[name],)
-            rows = rows if len(rows) == len(tensors) else (sum(rows),)
-            weight = f"{ours}.{self.name}.{name}{'.weight' if len(shape) == 2 else ''}"
-            for n, tensor in enumerate(tensors):
-                own = rows[n], *shape[1:]
-                yield Piece(f"{theirs}.{tensor}", weight, sum(rows[:n]), own)
+        others = {name: shape for name, shape in self.shapes.items() if len(shape) != 2}
+        return tuple((name, prod(shape)) for name, shape in others.items())
 
     @property
     def query_size(self) -> int:
@@ -137,7 +101,8 @@ class MixerSpec(AttentionSpec):
 
     @property
     def gate_size(self) -> int:
-        return 0
+        gates = self.computed_by.reads_input is True
+        return super().gate_size if self.attends else self.query_size if gates else 0
 
     @property
     def attends(self) -> int:
@@ -150,24 +115,12 @@ class MixerSpec(AttentionSpec):
         sizes = self.name, self.folder, self.size, self.model, self.window, self.rope
         return AttentionSpec(*sizes, self.rotates)
 
-    @property
-    def heads(self) -> int:
-        """Number of heads that devices can divide among them."""
-        return int(self.computed_by.heads(self)) if self.computed_by.share == "heads" else 1
-
     def cost(self, e: int) -> Cost:
         """Return its cost with activations of e bytes."""
-        cost: Cost = self.computed_by.cost(self, e)
-        return cost
+        return Cost(*self.computed_by.cost(self, e))
 
     def flops(self, pairs: float) -> float:
-        """Return the FLOPs of a token, which sees `pairs` keys, forward and backward."""
         return self.attends * super().flops(pairs) + 3 * self.cost(2).flops
-
-
-def layer(mixer: str, *sizes: Any) -> AttentionSpec:
-    """Return the layer that `mixer` names, with the `sizes` of an AttentionSpec."""
-    return AttentionSpec(*sizes) if mixer == SOFTMAX else MixerSpec(*(*sizes, mixer))
 
 
 @dataclass
@@ -185,40 +138,32 @@ class MixerKeys(Group):
         """Yield a message for layers or options that no mixer has."""
         if not self.mixer:
             yield f"model.mixer=[]: no layer can be made; give one of {', '.join(MIXERS)}"
-        for name, options in self.mixer_options.items():
-            setting = f"model.mixer_options.{name}"
-            if name == SOFTMAX or name not in self.mixer or not isinstance(options, dict):
-                yield f"{setting}={options}: options of a layer of model.mixer; leave it out"
-            elif unknown := set(options) - set(MIXERS[name].options):
-                has = ", ".join(MIXERS[name].options) or "none"
-                yield f"{setting}.{min(unknown)}: not an option of {name}; it has: {has}"
-        for part in of_model(self):
+        layers = {part.mixer: part for part in of_model(self)}
+        for name, given in self.mixer_options.items():
+            has = layers[name].computed_by.options if name in layers else {}
+            unknown = set(given) - set(has) if isinstance(given, dict) else {given}
+            if unknown or not has:
+                names = f"the options of {name} in model.mixer: {', '.join(has) or 'none'}"
+                yield f"model.mixer_options.{name}={given}: give {names}"
+        for name, part in layers.items():
             without = "" if part.linears else "its weights have no matrix; give it one"
             if problem := without or part.computed_by.problem(part):
-                yield f"model.mixer={part.mixer}: {problem}"
+                yield f"model.mixer={name}: {problem}"
 
 
-def shared_heads(model: Any) -> int:
-    """Return a number of heads: devices can share sequences if their number divides it."""
-    return gcd(model.heads, *(part.heads for part in of_model(model)))
+def layer(mixer: str, *sizes: Any) -> AttentionSpec:
+    """Return the layer that `mixer` names, with the `sizes` of an AttentionSpec."""
+    return AttentionSpec(*sizes) if mixer == SOFTMAX else MixerSpec(*(*sizes, mixer))
 
 
-def check(model: Any, device: str, degree: int | str, method: str) -> None:
-    """Raise ValueError if `device` cannot compute the mixers of `model`, or `degree` devices cannot
-    share its sequences by this `method`.
-    """
-    for part in of_model(model):
-        if reason := part.computed_by.refusal(device):
-            raise ValueError(f"model.mixer={part.mixer}: {reason}")
-    if isinstance(degree, str) or degree == 1:
-        return
-    for part in of_model(model):
-        setting = f"context={degree}: model.mixer={part.mixer}"
-        if part.heads % degree or model.heads % degree:
-            possible = [n for n in range(1, degree) if shared_heads(model) % n == 0]
-            raise ValueError(f"{setting} is not divided by so many devices; give {possible[-1]}")
-        if method == "allgather":
-            raise ValueError(f"{setting} is divided by heads; give context.method=ulysses")
+def of_model(model: Any) -> list[MixerSpec]:
+    """Return the layers of `model` that are no softmax attention, each sort once."""
+    return [x.attention for x, _ in model.kinds if isinstance(x.attention, MixerSpec)]
+
+
+def attends(part: AttentionSpec) -> int:
+    """Return how often the layer computes softmax attention."""
+    return part.attends if isinstance(part, MixerSpec) else 1
 
 
 def plugins_of(model: Any) -> list[Path]:
@@ -227,11 +172,23 @@ def plugins_of(model: Any) -> list[Path]:
     return [Path(x.__file__ or "") for x in modules if not x.__name__.startswith("longctx.")]
 
 
-def attends(part: AttentionSpec) -> int:
-    """Return how often the layer computes softmax attention."""
-    return part.attends if isinstance(part, MixerSpec) else 1
+def shared_heads(model: Any) -> int:
+    """Return a number of heads: devices can share sequences if their number divides it."""
+    classes = [(part, part.computed_by) for part in of_model(model)]
+    return gcd(model.heads, *(x.heads(part) if x.share else 1 for part, x in classes))
 
 
-def of_model(model: Any) -> list[MixerSpec]:
-    """Return the layers of `model` that are no softmax attention, each sort once."""
-    return [x.attention for x, _ in model.kinds if isinstance(x.attention, MixerSpec)]
+def check(model: Any, device: str, degree: int | str, method: str) -> None:
+    """Raise ValueError if `device` cannot compute the mixers of `model`, or `degree` devices cannot
+    share its sequences by this `method`.
+    """
+    heads = shared_heads(model)
+    for part in of_model(model):
+        setting = f"model.mixer={part.mixer}: "
+        if reason := part.computed_by.refusal(device):
+            raise ValueError(setting + reason)
+        if isinstance(degree, int) and degree > 1 and (heads % degree or method == "allgather"):
+            wanted = (
+                "context.method=ulysses" if heads % degree == 0 else f"one that divides {heads}"
+            )
+            raise ValueError(f"{setting}context={degree} shares its heads; give {wanted}")

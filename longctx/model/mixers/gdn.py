@@ -53,16 +53,6 @@ class GatedDelta(Mixer):
     """The gated delta rule; a key head serves several value heads. null: as attention has."""
 
     options = {**dict.fromkeys(Sizes._fields), "negative": False}
-    names = {
-        "qkv": "linear_attn.in_proj_qkv.weight",
-        "rates": ("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"),
-        "gate": "linear_attn.in_proj_z.weight",
-        "out": "linear_attn.out_proj.weight",
-        "taps": "linear_attn.conv1d.weight",
-        "norm": "linear_attn.norm.weight",
-        "A_log": "linear_attn.A_log",
-        "dt_bias": "linear_attn.dt_bias",
-    }
     share = "heads"
     reads_input = True
 
@@ -108,11 +98,10 @@ class GatedDelta(Mixer):
     @classmethod
     def problem(cls, spec: MixerSpec) -> str | None:
         sizes = cls.sizes(spec)
-        is_possible = all(isinstance(tensor, int) and tensor > 0 for tensor in sizes)
-        if is_possible and sizes.value_heads % sizes.key_heads == 0 and max(sizes[2:]) <= 256:
+        are_counts = all(isinstance(number, int) and number > 0 for number in sizes)
+        if are_counts and sizes.value_heads % sizes.key_heads == 0 and max(sizes[2:]) <= 256:
             return None
-        given = ", ".join(f"{name}={tensor}" for name, tensor in sizes._asdict().items())
-        return f"{given}: value heads are a multiple of key heads, and sizes from 1 to 256"
+        return f"{sizes}: value heads are a multiple of key heads, and sizes 256 at most"
 
     @classmethod
     def refusal(cls, device: str) -> str | None:
@@ -159,7 +148,7 @@ class GatedDelta(Mixer):
         queries, keys, values = self.convolved(inputs, batch, naive=False)
         decays, strengths = self.decay(rates, batch), self.strength(strengths)
         if not values.is_cuda:
-            given = decays[..., None], strengths, batch.documents
+            given = decays, strengths, batch.documents
             out, state = chunked(*normed(queries, keys, values), *given)
             return out.to(values.dtype), state
         parts = queries, keys, values, decays, strengths.to(values.dtype)
@@ -176,7 +165,7 @@ class GatedDelta(Mixer):
     def naive(self, *tensors: Any) -> Tensor:
         *inputs, strengths, rates, batch = tensors
         queries, keys, values = normed(*self.convolved(inputs, batch, naive=True))
-        given = queries, keys, values, self.decay(rates, batch)[..., None], self.strength(strengths)
+        given = queries, keys, values, self.decay(rates, batch), self.strength(strengths)
         state, outs = keys.new_zeros(len(keys), *keys.shape[2:], values.shape[3]), []
         for token in range(queries.shape[1]):
             begins = (batch.positions[:, token] == 0)[:, None, None, None]
@@ -215,7 +204,7 @@ class GatedDelta(Mixer):
         summed = (window * self.taps[:, 0].mT.to(window.dtype)).sum(1, keepdim=True)
         parts = F.silu(summed).split([tensor[0, 0].numel() for tensor in inputs], dim=-1)
         convolved = (part.view(tensor.shape) for part, tensor in zip(parts, inputs, strict=True))
-        given = *normed(*convolved), self.decay(rates)[..., None], self.strength(strengths)
+        given = *normed(*convolved), self.decay(rates), self.strength(strengths)
         out, changed = one_token(state, *(tensor[:, 0] for tensor in given))
         state.copy_(changed)
         return out[:, None].to(inputs[0].dtype)
@@ -238,10 +227,10 @@ def normed(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
 
 def one_token(state: Tensor, *token: Tensor) -> tuple[Tensor, Tensor]:
     """Return o (B, H, V) and the next state of `state` (B, H, K, V), for q, k, v, g and β of a
-    token; g is (B, H, 1), or (B, H, K) with a decay for tensor channel.
+    token; g and β are (B, H).
     """
     query, key, value, decay, strength = token
-    state = state * decay.exp()[..., None]
+    state = state * decay.exp()[..., None, None]
     seen = torch.einsum("bhkv,bhk->bhv", state, key)
     correction = strength[..., None] * (value - seen)
     state = state + key[..., None] * correction[..., None, :]
@@ -252,13 +241,14 @@ def chunked(*tensors: Tensor, size: int = CHUNK) -> tuple[Tensor, Tensor]:
     """Return o (B, T, H, V) of all tokens and the state of the last document, for q, k, v, g and β
     as in `one_token`, (B, T, ...), and the number of each token's document.
     """
-    *given, strengths, documents = tensors
+    *inputs, decays, strengths, documents = tensors
     rows, tokens = documents.shape
     # Padding has β and g of 0, and so leaves the state of the last document
     more = -tokens % size
     documents = torch.cat([documents, documents[:, -1:].expand(rows, more)], dim=1)
     # (B, T, H, D) → (chunks, B, H, size, D)
-    padded = (F.pad(tensor, (0, 0, 0, 0, 0, more)) for tensor in (*given, strengths[..., None]))
+    given = *inputs, decays[..., None], strengths[..., None]
+    padded = (F.pad(tensor, (0, 0, 0, 0, 0, more)) for tensor in given)
     chunks = (tensor.unflatten(1, (-1, size)).permute(1, 0, 3, 2, 4) for tensor in padded)
     queries, keys, values, decays, strengths = chunks
     numbers = documents.unflatten(1, (-1, size)).transpose(0, 1)[:, :, None]
@@ -266,24 +256,16 @@ def chunked(*tensors: Tensor, size: int = CHUNK) -> tuple[Tensor, Tensor]:
     # A chunk begins with the last document of the one before, if that goes on, and has its own last
     before = F.pad(numbers[:-1, ..., -1:], (0, 0, 0, 0, 0, 0, 1, 0), value=-1)
     carried, stays = ((numbers == tensor)[..., None] for tensor in (before, numbers[..., -1:]))
-    sums = decays.cumsum(dim=-2)
-
-    def decayed(left: Tensor, right: Tensor) -> Tensor:
-        """Return the sums over channels of xᵢ yⱼ e^{Gi−Gj}."""
-        if sums.shape[-1] == 1:
-            return (left @ right.mT) * (sums - sums.mT).clamp(max=0).exp()
-        factors = (sums[..., :, None, :] - sums[..., None, :, :]).clamp(max=0).exp()
-        return torch.einsum("...ik,...jk,...ijk->...ij", left, right, factors)
-
-    corrections, inner = (
-        strengths * decayed(keys, keys) * same.tril(-1),
-        decayed(queries, keys) * same,
-    )
-    sides = torch.cat([strengths * values, strengths * keys * sums.exp() * carried], dim=-1)
+    # e^{Gi−Gj}, e^G and e^{Gc−G}; sums in fp64, or a document that forgets fast rounds the next one
+    sums, wide = decays.double().cumsum(dim=-2), keys.dtype
+    fades = ((sums - sums.mT).clamp(max=0).exp() * same).to(wide)
+    reached = (sums.exp() * carried).to(wide)
+    kept = keys * ((sums[..., -1:, :] - sums).exp() * stays).to(wide)
+    corrections = strengths * (keys @ keys.mT) * fades.tril(-1)
+    sides = torch.cat([strengths * values, strengths * keys * reached], dim=-1)
     solved = torch.linalg.solve_triangular(corrections, sides, upper=False, unitriangular=True)
     fresh, removed = solved.split((values.shape[-1], keys.shape[-1]), dim=-1)
-    reads, kept = queries * sums.exp() * carried, keys * (sums[..., -1:, :] - sums).exp() * stays
-    falls = (sums.exp() * carried)[..., -1, :, None]
+    inner, reads, falls = queries @ keys.mT * fades, queries * reached, reached[..., -1:, :]
     state, outs = keys.new_zeros(*keys.shape[1:3], keys.shape[-1], values.shape[-1]), []
     for chunk in range(len(queries)):
         changes = fresh[chunk] - removed[chunk] @ state

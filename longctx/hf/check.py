@@ -1,0 +1,309 @@
+"""longctx check: what must hold for a mixer or an attention backend, measured on small models.
+
+A check returns the largest relative difference that it found and the one allowed, or why it cannot
+run here. On a GPU the kernel computes in bf16 and the formula in fp32, so rounding explains some.
+For a model that transformers computes, proof.py next to this file is that check.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longctx import plugins
+from longctx.attention import Attention, Mask, registered
+from longctx.attention.context_parallel import Context
+from longctx.attention.description import DESCRIPTIONS
+from longctx.config.fields import refuse
+from longctx.config.layout_config import MemoryConfig
+from longctx.hf.model_folder import read_config
+from longctx.model.gpt import GPT
+from longctx.model.loss import IGNORED
+from longctx.model.mixer import Batch, Mixer
+from longctx.model.mixers.description import MIXERS, SOFTMAX, class_of
+from longctx.spec.model_config import GPTConfig
+
+LENGTHS = (1, 2, 33, 70, 5, 64, 17)  # of documents; the last one is padding in a step
+CHANGED = 60  # the token of the fourth document from which on a probe changes it
+LARGE = 2**31  # elements, from which on offsets of 32 bits are wrong
+EXACT = 5e-5
+SIZES: dict[str, Any] = {"channels": 64, "heads": 4, "kv_heads": 4, "ffn": 96, "vocab_size": 97}
+POLICIES = (
+    MemoryConfig("fast", recompute="mlp", mlp_tile=50),
+    MemoryConfig("balanced", mlp_tile=50),
+    MemoryConfig("balanced", keep_every=2, attention_again=1.0),
+)
+Found = tuple[float, float] | str  # difference and limit, or why a check is skipped
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A mixer, or softmax attention by a backend, in small models on `device`."""
+
+    mixer: str
+    backend: str
+    device: str
+
+    @property
+    def rounding(self) -> float:
+        """Return a difference that rounding explains."""
+        return 3e-2 if self.device == "cuda" else EXACT
+
+    def autocast(self, enabled: bool = True) -> Any:
+        return torch.autocast(self.device, torch.bfloat16, enabled and self.device == "cuda")
+
+    def model(self, memory: MemoryConfig | str = "fast", **sizes: int) -> GPT:
+        """Return a model with random weights, the same each time."""
+        torch.manual_seed(0)
+        config = GPTConfig(layers=2, mixer=[self.mixer], init_std=0.1, **SIZES | sizes)
+        return GPT(config, self.backend, memory).to(self.device)
+
+    def inputs(self, rows: int, tokens: int = sum(LENGTHS), size: int = 64) -> Tensor:
+        """Return random inputs of a layer, the same each time."""
+        generator = torch.Generator(self.device).manual_seed(1)
+        return torch.randn(rows, tokens, size, generator=generator, device=self.device)
+
+    def branch(
+        self, model: GPT, x: Tensor, lengths: Sequence[int] = LENGTHS, naive: bool = False
+    ) -> list[Tensor]:
+        """Return what the first layer makes of x (B, T, C), packed documents of these lengths, and
+        its gradients by x and by each weight. `naive` is the formula in fp32.
+        """
+        layer, (rows, tokens) = copy.copy(model.blocks[0].attention), x.shape[:2]
+        mask = documents(lengths, rows).bind(rows, tokens, tokens, x.device)
+        shards = Context().shards(mask, tokens)
+        angles = model.angles(mask, shards, (rows, tokens), x.device)[0]
+        is_mixer = isinstance(layer, Mixer)
+        compute = layer.naive if naive and is_mixer else layer
+        if naive and not is_mixer:
+            layer.attend = Attention("naive")
+        x = x.detach().requires_grad_()
+        with self.autocast(not naive):
+            out = compute(*layer.project(x, *angles), model.masks(mask, shards, rows)[0])
+            added = layer.finish(out, x).float()
+        gradients = torch.autograd.grad(added, [x, *layer.parameters()], added)
+        return [added.detach(), *gradients]
+
+    def step(self, model: GPT, reduces: bool = False) -> list[Tensor]:
+        """Return the loss of packed documents, and every gradient; of all ranks if it `reduces`."""
+        tokens = torch.arange(2 * sum(LENGTHS)).view(2, -1).square().remainder(89) + 1
+        targets, padding = tokens.roll(-1, 1), slice(-LENGTHS[-1], None)
+        tokens[:, padding], targets[:, padding] = 0, IGNORED
+        with torch.no_grad():
+            model.embed.weight[0] = 0
+        with self.autocast():
+            mask = documents(LENGTHS, 2)
+            loss = model(tokens.to(self.device), targets.to(self.device), mask)
+        results = [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+        for result in results if reduces else []:
+            dist.all_reduce(result)
+        return results
+
+
+def documents(lengths: Sequence[int], rows: int) -> Mask:
+    """Return the mask of packed documents, the same ones in each row."""
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return Mask.documents(numbers.expand(rows, -1))
+
+
+@torch.no_grad()
+def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """Return the largest difference of a tensor, relative to its norm; infinite for NaN."""
+    pairs = zip(found, wanted, strict=True)
+    errors = [(x.float() - y.float()).norm() / y.float().norm().clamp(min=1e-20) for x, y in pairs]
+    return float(torch.stack(errors).nan_to_num(nan=torch.inf).max())
+
+
+def devices(trial: Trial) -> Found:
+    """Compare a step of two processes, which share sequences, with one, on the CPU."""
+    if trial.mixer != SOFTMAX and class_of(trial.mixer).share != "heads":
+        return 'it has no share = "heads", so context=N is refused'
+    if not DESCRIPTIONS[trial.backend].exact:
+        return "attention is not exact, so context=N is refused"
+    children = []
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(2):
+            children.append(os.fork())
+            if children[-1] == 0:
+                _compare_ranks(replace(trial, device="cpu"), rank, Path(folder))
+        for child in children:
+            os.waitpid(child, 0)
+        answers = [float(file.read_text()) for file in Path(folder).glob("rank*")]
+    refuse((len(answers) < 2, "a process failed; its traceback is above"))
+    return max(answers), EXACT
+
+
+def _compare_ranks(trial: Trial, rank: int, folder: Path) -> None:
+    """Write the difference that rank `rank` of two finds, and end this process."""
+    try:
+        torch.set_num_threads(1)
+        meeting: Any = {"init_method": f"file://{folder}/meeting", "rank": rank, "world_size": 2}
+        dist.init_process_group("gloo", **meeting, timeout=timedelta(seconds=60))
+        model = trial.model()
+        wanted = trial.step(model)
+        model.context = Context(dist.group.WORLD)
+        found = difference(trial.step(model, reduces=True), wanted)
+        (folder / f"rank{rank}").write_text(str(found))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def formula(trial: Trial) -> Found:
+    """Compare output and every gradient with those of the formula."""
+    if trial.mixer != SOFTMAX and class_of(trial.mixer).naive is Mixer.naive:
+        return "it has no naive"
+    if not DESCRIPTIONS[trial.backend].exact:
+        return "attention is not exact"
+    model, x = trial.model(), trial.inputs(2)
+    return difference(trial.branch(model, x), trial.branch(model, x, naive=True)), trial.rounding
+
+
+def alone(trial: Trial) -> Found:
+    """Compare output and gradients of packed documents with those of each document alone."""
+    model, x = trial.model(), trial.inputs(1)
+    parts = [trial.branch(model, part, part.shape[1:2])[:2] for part in x.split(LENGTHS, dim=1)]
+    joined = [torch.cat(part, dim=1) for part in zip(*parts, strict=True)]
+    return difference(trial.branch(model, x)[:2], joined), trial.rounding
+
+
+def leak(trial: Trial) -> Found:
+    """Change the end of a document; look at tokens before it, and at other documents."""
+    model, x, end = trial.model(), trial.inputs(1), sum(LENGTHS[:4])
+    changed = x.clone()
+    changed[:, CHANGED:end] += 100
+    outs = [trial.branch(model, each)[0] for each in (changed, x)]
+    unseen = [torch.cat([out[:, :CHANGED], out[:, end:]], dim=1) for out in outs]
+    return difference(unseen[:1], unseen[1:]), EXACT
+
+
+def padding(trial: Trial) -> Found:
+    """Look for NaN in a step with padding."""
+    is_finite = all(bool(x.isfinite().all()) for x in trial.step(trial.model()))
+    return 0.0 if is_finite else torch.inf, 0.0
+
+
+def recomputation(trial: Trial) -> Found:
+    """Compare steps of other memory policies."""
+    wanted = trial.step(trial.model())
+    steps = [trial.step(trial.model(memory)) for memory in POLICIES]
+    return max(difference(found, wanted) for found in steps), trial.rounding
+
+
+def resume(trial: Trial) -> Found:
+    """Compare the weights after two steps with those of a model that resumed after the first."""
+    models = [trial.model(), trial.model()]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+
+    def train(number: int) -> None:
+        weights = list(models[number].parameters())
+        for weight, gradient in zip(weights, trial.step(models[number])[1:], strict=True):
+            weight.grad = gradient
+        optimizers[number].step()
+
+    train(0)
+    # A checkpoint holds parameters alone
+    saved = dict(models[0].named_parameters())
+    models[1].load_state_dict({name: weight.detach() for name, weight in saved.items()}, False)
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    train(0)
+    train(1)
+    return difference(list(models[1].parameters()), list(models[0].parameters())), 0.0
+
+
+def strides(trial: Trial) -> Found:
+    """Compare the last of many documents with itself alone, in tensors beyond 2^31 elements."""
+    if trial.device == "cpu":
+        return "for a GPU"
+    size, tokens = 4096, 1000
+    model = trial.model(channels=size, heads=32, kv_heads=32, layers=1)
+    widest = max(linear.outputs for linear in model.config.blocks[0].attention.linears)
+    lengths = [tokens] * (LARGE // widest // tokens + 2)
+    x = trial.inputs(1, sum(lengths), size).bfloat16()
+    found = [result[:, -tokens:].clone() for result in trial.branch(model, x, lengths)[:2]]
+    return difference(found, trial.branch(model, x[:, -tokens:], [tokens])[:2]), trial.rounding
+
+
+def memory(trial: Trial) -> Found:
+    """Compare the bytes that forward saves with those of `cost`."""
+    if trial.device == "cpu" or trial.mixer == SOFTMAX or class_of(trial.mixer).attends:
+        return "for a GPU, and without softmax attention"
+    model, tokens = trial.model(), 65536
+    layer, part = model.blocks[0].attention, model.blocks[0].attention.part
+    x = trial.inputs(1, tokens).bfloat16().requires_grad_()
+    batch = Batch(Mask.causal().bind(1, tokens, tokens, x.device), 1)
+    with trial.autocast():
+        before = torch.cuda.memory_allocated()
+        added = layer.finish(layer(*layer.project(x), batch), x)
+        saved = torch.cuda.memory_allocated() - before - added.nbytes
+    wanted = tokens * (part.cost(2).saved + 2 * (part.query_size + 2 * part.gate_size))
+    return abs(saved / wanted - 1), 0.1
+
+
+CHECKS: dict[str, Callable[[Trial], Found]] = {
+    "context=2 = one device": devices,  # first: a process that has used a GPU cannot fork
+    "kernel = naive": formula,
+    "packed = each document alone": alone,
+    "no document leaks": leak,
+    "no NaN from padding": padding,
+    "recomputation changes nothing": recomputation,
+    "resume to the bit": resume,
+    "strides beyond 2^31 elements": strides,
+    "memory measured = predicted": memory,
+}
+
+
+def check(name: str) -> int:
+    """Print a line for each check of `name`: a plugin, a mixer, an attention backend, or the folder
+    of a model that transformers computes. Return 1 if one fails.
+    """
+    if Path(name).is_dir():
+        config = read_config(name)
+        refuse((config.has_kernels, f"{name}: a family of ours, which has tests; give another"))
+        config.prove("cpu", "fp32", 1024, packing=True)
+        print("ok      logits, and documents of a sequence, are those of transformers")
+        return 0
+    names = {name}
+    if name.endswith(".py"):
+        plugins.load([name])
+        path = Path(name).expanduser().absolute()
+        classes = {mixer: x for mixer, x in MIXERS.items() if x is not None}
+        names = {mixer for mixer, x in classes.items() if inspect.getfile(x) == str(path)}
+        names |= {x for x, backend in registered().items() if backend.source() == path}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    trials = [Trial(mixer, "flash", device) for mixer in MIXERS if mixer in names - {SOFTMAX}]
+    trials += [Trial(SOFTMAX, backend, device) for backend in DESCRIPTIONS if backend in names]
+    refuse((not trials, f"{name}: no mixer or attention backend, nor a file that registers one"))
+    return int(not all([passes(trial, *check) for trial in trials for check in CHECKS.items()]))
+
+
+def passes(trial: Trial, title: str, check: Callable[[Trial], Found]) -> bool:
+    """Print the line of a check; return False if it fails."""
+    try:
+        found = check(trial)
+    except torch.OutOfMemoryError:
+        found = "the GPU has too little memory"
+    except Exception as error:  # the code is somebody's first try
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        print(f"FAILED  {title:<32} {problem}", flush=True)
+        return False
+    if isinstance(found, str):
+        print(f"skipped {title:<32} {found}", flush=True)
+        return True
+    is_right = found[0] <= found[1]
+    word = "ok" if is_right else "FAILED"
+    print(f"{word:<7} {title:<32} {found[0]:.1e}, at most {found[1]:.0e}", flush=True)
+    return is_right

@@ -1,0 +1,110 @@
+"""longctx check: each fault of a mixer is found by the check that is named for it."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from longctx import cli
+from longctx.hf import check
+from longctx.model.mixer import Batch, Mixer
+from longctx.model.mixers.description import MIXERS, register
+from tests.processes import finished
+
+
+class Sound(Mixer):
+    """The token before, in the same document."""
+
+    @classmethod
+    def weights(cls, spec):
+        return {"out": (spec.size, spec.size)}
+
+    def before(self, x: Tensor, batch: Batch) -> Tensor:
+        return pad(x, (0, 0, 1, 0))[:, :-1] * (batch.positions > 0)[..., None]
+
+    def forward(self, x, batch):
+        return self.out(self.before(x, batch))
+
+    naive = forward
+
+
+class Leaking(Sound):
+    def before(self, x, batch):
+        return pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+class Peeking(Sound):
+    def before(self, x, batch):
+        return (
+            pad(x, (0, 0, 0, 1))[:, 1:]
+            * (batch.documents == batch.documents.roll(-1, 1))[..., None]
+        )
+
+
+class Wrong(Sound):
+    def naive(self, x, batch):
+        return 1.001 * self.forward(x, batch)
+
+
+class Gradientless(Sound):
+    def forward(self, x, batch):
+        return self.out(self.before(x, batch).detach())
+
+
+class Dividing(Sound):
+    def before(self, x, batch):
+        return super().before(x / x.norm(dim=-1, keepdim=True), batch)
+
+
+class Counting(Sound):
+    calls = 0
+
+    def before(self, x, batch):
+        self.calls += 1
+        return self.calls * super().before(x, batch)
+
+
+FAULTS = {
+    Sound: set(),
+    Leaking: {"packed = each document alone", "no document leaks"},
+    Peeking: {"no document leaks"},
+    Wrong: {"kernel = naive"},
+    Gradientless: {"kernel = naive"},
+    Dividing: {"no NaN from padding"},
+    Counting: {"recomputation changes nothing", "resume to the bit"},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_each_fault_is_found(fault, capsys, monkeypatch):
+    if fault is Gradientless:
+        monkeypatch.setattr(Gradientless, "naive", Sound.forward)
+    register("fault", fault)
+    try:
+        code = check.check("fault")
+    finally:
+        del MIXERS["fault"]
+    lines = capsys.readouterr().out.splitlines()
+    failed = {line[8:40].strip() for line in lines if line.startswith("FAILED")}
+    assert failed >= FAULTS[fault] and (code, bool(failed)) in ((0, False), (1, True))
+    assert failed or fault is Sound
+    assert len(lines) == len(check.CHECKS)
+
+
+@pytest.mark.slow  # a process of its own, which forks two
+def test_every_check_of_a_cpu_passes_for_gdn(tmp_path):
+    process = finished("-m", ["longctx", "check", "gdn"], tmp_path)
+    assert process.returncode == 0, process.stdout + process.stderr
+    words = [line.split()[0] for line in process.stdout.splitlines()]
+    assert words.count("ok") == len(check.CHECKS) - 2 and words.count("skipped") == 2
+
+
+def test_what_is_no_mixer_is_refused(refused, tmp_path):
+    refused(cli.main(["check", "gdm"]), "gdm: no mixer")
+    (tmp_path / "mine.py").write_text("x = 1\n")
+    refused(cli.main(["check", f"{tmp_path}/mine.py"]), "nor a file that registers one")
+
+
+def test_differences_are_infinite_for_nan():
+    x = torch.tensor([1.0, float("nan")])
+    assert check.difference([x], [torch.ones(2)]) == float("inf")
