@@ -137,11 +137,15 @@ def first_that_fits(
     for n in sorted(range(len(each)), key=lambda n: -promised[n]):
         if (promised[n], -n) < (speed, -best):
             break
-        # The smallest share with which the GPU has room is the fastest, and takes least of the host
-        i = bisect_left(each[n], True, key=lambda share: predict(step(share[-1]), gpu).peak <= gpu)
-        if i == len(each[n]) or not fits(step(each[n][i][-1]), gpu, host):
+        # Most ways have no share with which the GPU has room. The smallest that has is the fastest,
+        # and takes least of the host.
+        *others, largest = each[n]
+        if predict(step(largest[-1]), gpu).peak > gpu:
             continue
+        i = bisect_left(others, True, key=lambda share: predict(step(share[-1]), gpu).peak <= gpu)
         share = each[n][i]
+        if not fits(step(share[-1]), gpu, host):
+            continue
         own = tokens_per_second(step(share[-1]), chip)
         if (own, -n) > (speed, -best):  # of equal ones the plainest
             best, speed, fastest = n, own, share
@@ -218,11 +222,14 @@ def _longest_in(
 
     longest = 0
     for *_, memory in reversed(way):
+        if not lengths:
+            break
         # Most ways are no longer: the first length is tried before those in the middle, and smaller
         # shares on the host take more of the GPU
-        if not lengths or predict(replace(at(lengths[0]), memory=memory), gpu).peak > gpu:
+        first = replace(at(lengths[0]), memory=memory)
+        if (predicted := predict(first, gpu)).peak > gpu:
             break
-        if not lacks(memory, lengths[0]):
+        if fits_host(first, predicted, host):
             n = bisect_left(lengths, True, key=partial(lacks, memory))
             longest, lengths = lengths[n - 1], lengths[n:]
     return longest

@@ -88,7 +88,8 @@ class _Step:
         self.workload, self.model, self.captured = workload, workload.model, workload.captured
         self.blocks = workload.model.blocks
         self.measured = workload.measured.get(self.memory.recompute or "none")
-        self.weights_by_block = [block.weights for block in self.measured or self.blocks]
+        weights = {id(block): block.weights for block in self.measured or self.blocks}
+        self.weights_by_block = [weights[id(block)] for block in self.measured or self.blocks]
         self.B, self.T = workload.batch_size, workload.seq_len
         self.through = workload.pass_of(self.B, self.T)
         self.N, self.e = self.through.tokens, self.through.activation
@@ -104,7 +105,8 @@ class _Step:
         is_fp8 = workload.precision == "fp8"
         self.in_8_bits = [is_fp8 and n not in in_bf16 for n in range(self.L)]
         # Of the layer with the largest exchange
-        self.exchanged = max(map(self.exchange_of, self.model.windows()))
+        windows = self.model.windows() if workload.context > 1 else [None]
+        self.exchanged = max(map(self.exchange_of, windows))
         # Blocks that are alike have one object
         kinds = list(zip(map(id, self.blocks), self.in_8_bits, strict=True))
         by_kind = {
@@ -386,7 +388,7 @@ def trained_weights(workload: Workload) -> tuple[int, int]:
     """Count the trained weights: in matrices of the blocks, and all others, LoRA's among them."""
     if workload.added:
         return 0, workload.added
-    matrices = sum(block.weights for block in workload.model.blocks)
+    matrices = sum(block.weights * count for block, count in workload.model.kinds)
     return matrices, workload.parameters - matrices
 
 

@@ -357,9 +357,9 @@ class LoraConfig:
 
     def frozen_bytes(self, model: GPTConfig, each: int) -> int:
         """Return the bytes of the weights of `model`, with `each` of one that is not packed."""
-        matrices = model.frozen_matrices if self.base is not None else []
-        saved = sum(rows * (each * columns - packed_width(columns)) for rows, columns in matrices)
-        return each * model.parameters() - saved
+        matrices = Counter(model.frozen_matrices if self.base is not None else [])
+        saved = (n * rows * (each * x - packed_width(x)) for (rows, x), n in matrices.items())
+        return each * model.parameters() - sum(saved)
 
     def check_model(self, model: GPTConfig) -> None:
         """Raise ValueError for a chosen target or a format that `model` cannot have."""
