@@ -81,11 +81,13 @@ class Mixer(nn.Module):
     options: the keys of model.mixer_options.NAME, with their defaults
     share: how context=N divides it; "heads": a rank has all tokens of some heads, that is of
         dimension 2 of all `tensors` and of `out`, and `batch.own_heads` of weights; None: refused
+    names: weight → its tensor, or tensors, in a layer of a Hugging Face folder, for a family
     attends: how often it calls softmax attention, of the model's heads, for each token
     """
 
     options: ClassVar[Mapping[str, Any]] = {}
     share: ClassVar[str | None] = None
+    names: ClassVar[Mapping[str, Any]] = {}
     attends: ClassVar[int] = 0
 
     def __init__(self, part: MixerSpec, backend: AttentionConfig) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longctx.config.fields import Group, key
-from longctx.spec.parts import AttentionSpec, LinearSpec
+from longctx.spec.parts import AttentionSpec, LinearSpec, Piece
 
 SOFTMAX = "softmax"  # attention by the backend that attention= names
 FILES = {module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])}
@@ -83,7 +83,7 @@ class MixerSpec(AttentionSpec):
     def linears(self) -> tuple[LinearSpec, ...]:
         matrices = {name: shape for name, shape in self.shapes.items() if len(shape) == 2}
         stacked = {x: (r if isinstance(r, tuple) else (r,), c) for x, (r, c) in matrices.items()}
-        # No folder has them, so their tensors have no names
+        # `pieces` has the names of their tensors
         return tuple(
             LinearSpec(name, ("",) * len(rows), rows, columns, False, name == "out")
             for name, (rows, columns) in stacked.items()
@@ -93,6 +93,16 @@ class MixerSpec(AttentionSpec):
     def vectors(self) -> tuple[tuple[str, int], ...]:
         others = {name: shape for name, shape in self.shapes.items() if len(shape) != 2}
         return tuple((name, prod(shape)) for name, shape in others.items())
+
+    def pieces(self, theirs: str, ours: str) -> Iterator[Piece]:
+        for name, shape in self.shapes.items():
+            tensors = self.computed_by.names[name]
+            tensors = tensors if isinstance(tensors, tuple) else (tensors,)
+            rows = shape[0] if isinstance(shape[0], tuple) else (shape[0],)
+            rows = rows if len(rows) == len(tensors) else (sum(rows),)
+            weight = f"{ours}.{self.name}.{name}{'.weight' if len(shape) == 2 else ''}"
+            for n, tensor in enumerate(tensors):
+                yield Piece(f"{theirs}.{tensor}", weight, sum(rows[:n]), (rows[n], *shape[1:]))
 
     @property
     def query_size(self) -> int:

@@ -53,6 +53,16 @@ class GatedDelta(Mixer):
     """The gated delta rule; a key head serves several value heads. null: as attention has."""
 
     options = {**dict.fromkeys(Sizes._fields), "negative": False}
+    names = {
+        "qkv": "linear_attn.in_proj_qkv.weight",
+        "rates": ("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"),
+        "gate": "linear_attn.in_proj_z.weight",
+        "out": "linear_attn.out_proj.weight",
+        "taps": "linear_attn.conv1d.weight",
+        "norm": "linear_attn.norm.weight",
+        "A_log": "linear_attn.A_log",
+        "dt_bias": "linear_attn.dt_bias",
+    }
     share = "heads"
     reads_input = True
 
