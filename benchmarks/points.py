@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.processes import in_child
 from benchmarks.timing import spread
-from longctx import cli
+from longctx import cli, plugins
 from longctx.planner import fitting, step_time
 from longctx.planner.overview import without_data
 from longctx.planner.peak_memory import predict
@@ -130,6 +130,7 @@ def _stepped(
 ) -> DryRun:
     from longctx.training.dry_run import dry_run
 
+    plugins.load(run.config.plugins or [])
     with capped(gib):
         return dry_run(run, steps, document, validate)
 

@@ -21,14 +21,14 @@ T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def finished(command: list[str], seconds: float) -> str | None:
-    """Run a command in a process group, all of which ends after `seconds`; return None if it ends
-    well, else its last line that tells of an error.
+def finished(command: list[str], seconds: float, folder: Path = ROOT) -> str | None:
+    """Run a command in `folder`, in a process group, all of which ends after `seconds`; return None
+    if it ends well, else its last line that tells of an error.
     """
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

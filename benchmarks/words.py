@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from longctx import cli
 
 BENCHMARKS = {
+    "arena": "mixers trained on equal tokens: loss by position, speed, memory, on one page",
     "attention": "forward and backward of every backend, in TFLOP/s and as ratios",
     "cards": "docs/cards.md: what fits which card, predicted and measured; this card",
     "extension": "a real model that reads beyond its length, before and after YaRN and LoRA",

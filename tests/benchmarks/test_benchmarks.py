@@ -16,11 +16,13 @@ from longctx.attention import attention as longctx_attention
 from longctx.config import fields
 from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
+from longctx.model.mixers.description import MIXERS
 from longctx.parallel import devices
 from longctx.planner.peak_memory import predict
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB
 from tests.processes import ROOT
+from tests.test_docs import blocks
 
 TINY = ["model=tiny", "model.layers=1", "model.channels=32", "model.ffn=48", "workers=0"]
 TINY += ["model.vocab_size=300", "compile=false"]
@@ -43,6 +45,7 @@ class GPT(torch.nn.Embedding):
 # Command line → the key or the value that the message names
 MISTAKES = {
     "atention": "atention",
+    "arena mixers=fix": "mixers=fix",
     "attention channels=100": "channels=100",
     "cards attention=flash": "attention=flash",
     "memory model=8b": "models=",
@@ -249,3 +252,22 @@ def test_a_small_card_is_measured(tmp_path):
     (line,) = cards.step_rows("x.json", card)
     speed = card["steps"][0]["tokens_per_second"]
     assert line["`flash`"] == f"{speed:,.0f} (unknown card)"
+
+
+@pytest.mark.slow  # two runs and two steps, each in a process of its own
+def test_arena_writes_a_page_of_mixers_and_plugins(tmp_path, monkeypatch, capsys, refused):
+    codes = [code for code in blocks("extend.md", "python") if "# my_mixer" in code]
+    (tmp_path / "my_mixer.py").write_text(codes[0])
+    monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    words = ["arena", "mixers=gated,short", "tokens=256", "lengths=64", "plugins=[my_mixer.py]"]
+    words += [*TINY[:-2], "data.vocab_size=300", "data.documents=20", "seq_len=64", "batch_size=1"]
+    assert main([*words, "accumulate=1", "val_rows=2", "compile=false", "device=cpu"]) == 0
+    MIXERS.remove("short")
+    page = json.loads((tmp_path / "runs/arena/page.json").read_text())
+    assert [row["mixer"] for row in page["rows"]] == ["gated", "short"]
+    assert not any(row["failed"] for row in page["rows"]), page["rows"]
+    assert all(set(row["losses"]) >= {"1", "32"} for row in page["rows"])
+    assert all(row["tokens/s at 64"] > 0 for row in page["rows"])
+    text = (tmp_path / "runs/arena/page.md").read_text()
+    assert "| gated |" in text and (tmp_path / "runs/arena/page.png").is_file()
