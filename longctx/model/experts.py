@@ -73,6 +73,7 @@ class Experts(nn.Module):
         self.down = Grouped(down.columns, down.outputs, down.has_bias)
         self.correction = Correction(part.count) if keys.router == "sigmoid_bias" else None
         self.shared = None if part.dense is None else SwiGLU(part.dense)
+        self.shared_gate = Linear(router.columns, 1, bias=False) if keys.shared_gate else None
 
     def forward(self, x: Tensor, needs_value: bool = True) -> Tensor:
         """Of x (..., C); without `needs_value` the result may be 0, and its gradients are right."""
@@ -82,7 +83,9 @@ class Experts(nn.Module):
         is_traced = torch.compiler.is_compiling()
         routed = torch.compiler.disable(self.routed) if is_traced else self.routed
         y = routed(x, needs_value)
-        return y if self.shared is None else y + self.shared(x, needs_value)
+        if self.shared is None or self.shared_gate is None:
+            return y if self.shared is None else y + self.shared(x, needs_value)
+        return y + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
 
     def routed(self, x: Tensor, needs_value: bool) -> Tensor:
         """Return the sum of the chosen experts, or 0 without `needs_value`."""

@@ -36,6 +36,7 @@ class ExpertsConfig(Group):
     dense_layers: list[int] = key([], between=(0, 4095), needs="count")
     router: str = key("softmax", choices=("softmax", "sigmoid_bias"), needs="count")
     shared: int = key(0, between=(0, 4096), needs="count")
+    shared_gate: bool = key(False, "their sum times σ(w · input), as in Qwen3-Next", needs="shared")
     scale: float = key(1.0, "factor of the k weights of a token", above=0, needs="count")
     normalize: bool = key(True, "the k weights of a token add up to 1", needs="count")
     biased: bool = key(False, "biases in router and experts, as in gpt-oss", needs="count")
@@ -57,17 +58,14 @@ class ExpertsSpec(FeedForward):
         gate_up = [f"experts.{n}.{name}" for n in range(E) for name in ("gate_proj", "up_proj")]
         down = [f"experts.{n}.down_proj" for n in range(E)]
         shared = self.dense.linears if self.dense else ()
+        named = [(x, tuple(f"shared_experts.{name}" for name in x.tensors)) for x in shared]
+        gate = LinearSpec("shared_gate", ("shared_expert_gate",), (1,), C, False, packs=False)
         return (
             LinearSpec("router", ("gate",), (E,), C, self.has_bias, packs=False),
             LinearSpec("gate_up", tuple(gate_up), (F,) * 2 * E, C, self.has_bias),
             LinearSpec("down", tuple(down), (C,) * E, F, self.has_bias, into_residual=True),
-            *(
-                x._replace(
-                    name=f"shared.{x.name}",
-                    tensors=tuple(f"shared_experts.{name}" for name in x.tensors),
-                )
-                for x in shared
-            ),
+            *(x._replace(name=f"shared.{x.name}", tensors=tensors) for x, tensors in named),
+            *([gate] if self.keys.shared_gate else []),
         )
 
     @cached_property
@@ -84,7 +82,7 @@ class ExpertsSpec(FeedForward):
     @property
     def multiplied(self) -> int:
         active = self.keys.per_token + self.keys.shared
-        return self.size * (self.count + 3 * active * self.inner)
+        return self.size * (self.count + self.keys.shared_gate + 3 * active * self.inner)
 
     @property
     def moved(self) -> int:
@@ -100,6 +98,8 @@ class ExpertsSpec(FeedForward):
         routing = kinds * FP32 * (self.count + 1) + self._of_chosen
         pairs = self.keys.per_token * p.activation * 2 * self.inner
         copy = p.weight_copy * self.linears[0].weights
+        # A gate saves what it multiplies
+        pairs += p.activation * (self.size + 2) * self.keys.shared_gate
         return (pairs + routing) * p.tokens + copy + (self.dense.saved(p) if self.dense else 0)
 
     @property

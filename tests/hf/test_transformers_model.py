@@ -250,13 +250,13 @@ def test_an_export_in_16_bits_rounds_no_correction(kind, tmp_path):
         *((kind, {}) for kind in ("deepseek_v3", "dots1", "ernie4_5_moe", "gemma2")),
         *(("cohere2", {"rslora": rslora}) for rslora in (False, True)),
         *((kind, {"targets": ["qkv", "gate_up"]}) for kind in ("glm4", "phi3", "qwen3_5_text")),
-        ("glm4_moe", {"targets": ["qkv", "out"]}),
+        *((kind, {"targets": ["qkv", "out"]}) for kind in ("glm4_moe", "qwen3_next")),
     ],
 )
 def test_lora_begins_trains_merges_and_opens_in_peft(kind, changes, tmp_path):
     theirs, config = reference(kind), LoraConfig(rank=3, **changes)
     theirs.save_pretrained(tmp_path)
-    is_ours = kind in ("glm4", "glm4_moe", "phi3", "qwen3_5_text")
+    is_ours = kind in ("glm4", "glm4_moe", "phi3", "qwen3_5_text", "qwen3_next")
     model = model_folder.pretrained(tmp_path) if is_ours else opened(tmp_path)
     _, tokens, targets, mask = documents(LENGTHS)
     before = model(tokens, targets, mask)
@@ -276,6 +276,16 @@ def test_lora_begins_trains_merges_and_opens_in_peft(kind, changes, tmp_path):
         torch.testing.assert_close(adapted(tokens).logits, alone, rtol=1e-4, atol=1e-5)
         merged = lora.merge(model)(tokens, mask=mask)
         torch.testing.assert_close(merged, packed, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tensor_that_lora_changes_in_parts_is_refused(tmp_path):
+    reference("qwen3_5_text").save_pretrained(tmp_path)
+    config = LoraConfig(rank=3, targets=["qkv", "gate"])
+    model = lora.add(model_folder.pretrained(tmp_path), config)
+    with pytest.raises(
+        ValueError, match=r"adapter=true: .*\.q_proj\.weight apart; leave adapter out"
+    ):
+        export_adapter(model, config, str(tmp_path), tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("kind", ["apertus", "gemma4_text", "deepseek_v3"])

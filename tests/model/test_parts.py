@@ -139,6 +139,8 @@ def routed(x: Tensor, of: dict[str, Tensor], c: ExpertsConfig) -> Tensor:
     if c.shared:
         gate, up = (x @ of["mlp.shared.gate_up.weight"].T).chunk(2, -1)
         shared = (F.silu(gate) * up) @ of["mlp.shared.down.weight"].T
+    if c.shared_gate:
+        shared = shared * torch.sigmoid(x @ of["mlp.shared_gate.weight"].T)
     gate_up, down = (of[f"mlp.{s}.weight"].unflatten(0, (c.count, -1)) for s in ("gate_up", "down"))
     gate, up = torch.einsum("tc,efc->tef", x, gate_up).chunk(2, -1)
     return shared + torch.einsum("tef,ecf,te->tc", F.silu(gate) * up, down, w)

@@ -39,10 +39,22 @@ class Qwen3Moe(BalancedExperts):
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         every, dense = source.size("decoder_sparse_step"), source.get("mlp_only_layers") or []
-        return {"experts.dense_layers": [n for n in range(layers) if n in dense or (n + 1) % every]}
+        others = [n for n in range(layers) if n in dense or (n + 1) % every]
+        return super().read_features(source, layers) | {"experts.dense_layers": others}
 
     def write_new(self, config: GPTConfig) -> dict[str, Any]:
         return super().write_new(config) | {"mlp_only_layers": config.experts.dense_layers}
+
+
+class Qwen2Moe(Qwen3Moe):
+    """A further expert computes every token, as wide as some of the others together."""
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        names = "shared_expert_intermediate_size", "moe_intermediate_size"
+        (all_of_them, one), (name, divisor) = map(source.size, names), names
+        if all_of_them % one:
+            raise source.error(f"{name}={all_of_them} must be a multiple of {divisor}={one}")
+        return super().read_features(source, layers) | {"experts.shared": all_of_them // one}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Code of families with layers of the gated delta rule between those of attention. families.toml
 has what tables can say.
 
-In Qwen3.5 q_proj has the queries and the gate of each head.
+In Qwen3.5 and Qwen3-Next q_proj has the queries and the gate of each head. Qwen3-Next has experts,
+and two tensors for all that enters the delta rule, sorted by key heads.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longctx.hf.families.config_json import ConfigJson
+from longctx.hf.families.experts import Qwen2Moe
 from longctx.hf.families.family import FULL, Family
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Fold, Piece
@@ -92,3 +94,33 @@ class Qwen35(GatedDelta):
                     fold=Share(sizes, int(is_gate)),
                 )
             yield piece
+
+
+class Qwen3Next(Qwen2Moe, Qwen35):
+    """Queries, keys, values and gate of each key head are rows side by side, as β and decay are."""
+
+    def tensors(self, config: GPTConfig) -> Iterator[Piece]:
+        for piece in super().tensors(config):
+            layer, _, name = piece.theirs.rpartition(".linear_attn.in_proj_")
+            if not layer:
+                yield piece
+                continue
+            options = config.mixer_options["gdn"]
+            key_heads, value_heads, key, value = map(options.get, OPTIONS.values())
+            each = value_heads // key_heads  # value heads of a key head
+            inputs, rates = ("qkvz", (key, key, each * value, each * value)), ("ba", (each, each))
+            (tensor, sizes), numbers = {
+                "qkv.weight": (inputs, (0, 1, 2)),
+                "z.weight": (inputs, (3,)),
+                "b.weight": (rates, (0,)),
+                "a.weight": (rates, (1,)),
+            }[name]
+            first = piece.first
+            for number in numbers:
+                yield piece._replace(
+                    theirs=f"{layer}.linear_attn.in_proj_{tensor}.weight",
+                    first=first,
+                    shape=(key_heads * sum(sizes), piece.shape[1]),
+                    fold=Share(sizes, number),
+                )
+                first += key_heads * sizes[number]

@@ -109,7 +109,8 @@ def check_parity(config: PreTrainedConfig, tmp_path: Path, rewritten: Collection
     assert weights.keys() == exported.keys()
     for name, tensor in exported.items():
         assert torch.equal(tensor, weights[name]), name
-    assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+    # Not to the bit: weights from a file are aligned otherwise, and a product by one row shows it
+    torch.testing.assert_close(again(tokens).logits, theirs(tokens).logits, rtol=1e-5, atol=1e-5)
     back = pretrained(tmp_path / "out")
     assert back.config == model.config == read_config(tmp_path / "in")
     for (name, a), (_, b) in zip(back.named_parameters(), model.named_parameters(), strict=True):
