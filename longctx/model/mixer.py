@@ -48,21 +48,21 @@ class Batch:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """First token of each document, then their number: int32, of all sequences in a row."""
+        """First token of each document, then their number: int64, of all sequences in a row."""
         if self.mask.offsets is not None:
-            return self.mask.offsets
-        return self.length * torch.arange(self.rows + 1, dtype=torch.int32, device=self.device)
+            return self.mask.offsets.long()
+        return self.length * torch.arange(self.rows + 1, device=self.device)
 
     @cached_property
     def offsets_on_host(self) -> Tensor:
-        """The same int64 numbers in the CPU's memory, without waiting for a device."""
+        """The same in the CPU's memory, without waiting for a device."""
         lengths = self.mask.lengths or (self.length,) * self.rows
         return torch.tensor([0, *lengths]).cumsum(0)
 
     @cached_property
     def documents(self) -> Tensor:
         """Each token's document, (B, T) int64, counted through all sequences."""
-        tokens = torch.arange(self.rows * self.length, dtype=torch.int32, device=self.device)
+        tokens = torch.arange(self.rows * self.length, device=self.device)
         numbers = torch.searchsorted(self.offsets, tokens, right=True) - 1
         return numbers.view(self.rows, self.length)
 

@@ -139,7 +139,7 @@ def attention_saved(part: AttentionSpec, p: Pass) -> float:
     """Return the bytes of q, k, v, the output and the lse that attention saves for backward."""
     if isinstance(part, MixerSpec):
         softmax = part.attends * attention_saved(part.softmax, p) if part.attends else 0
-        return softmax + (part.cost(p.activation).saved + p.activation * part.query_size) * p.tokens
+        return softmax + part.cost(p.activation).saved * p.tokens
     e, q, kv = p.activation, part.query_size, part.key_size
     # rotated q and k; v is a part of the projection's output, which is saved whole
     inputs = 2 * q + 3 * kv if p.backend.score_bytes is None else q + 2 * kv

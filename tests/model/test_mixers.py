@@ -17,8 +17,11 @@ from longctx.config.train_config import TrainConfig
 from longctx.hf.families import write_config
 from longctx.model import GPT
 from longctx.model.decoder import Decoder
-from longctx.model.mixers.description import MIXERS, MixerSpec
+from longctx.model.mixer import Batch
+from longctx.model.mixers.description import MIXERS, Cost, MixerSpec
 from longctx.parallel.devices import check_attention
+from longctx.planner import block_memory, step_time
+from longctx.spec import hardware
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import AttentionSpec
 from longctx.training import kernel_lock
@@ -135,3 +138,49 @@ def test_what_a_mixer_lacks_is_refused():
 def test_the_lock_has_the_hash_of_a_mixer():
     workload = workload_of(TrainConfig(model=small("short").config), "cpu", 64)
     assert "my_mixer.py" in kernel_lock.of_workload(workload)["fingerprint"]
+
+
+def test_forward_saves_what_the_cost_says():
+    layer, tokens = small("short").blocks[0].attention, 4096
+    x = torch.randn(1, tokens, 48, requires_grad=True)
+    others = {weight.untyped_storage().data_ptr() for weight in (x, *layer.parameters())}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in others:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    batch = Batch(Mask.causal().bind(1, tokens, tokens, "cpu"), 1)
+    assert len(batch.positions) == 1  # made before, for all layers
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(*layer.project(x), batch)
+    assert sum(saved.values()) == pytest.approx(tokens * layer.part.cost(4).saved, rel=0.02)
+
+
+@pytest.mark.parametrize("recompute", ["none", "mlp", "block"])
+def test_the_planner_counts_what_the_cost_says(recompute, monkeypatch):
+    block, model = small("short").config.blocks[0], small("short").config
+    step = workload_of(TrainConfig(model=model, memory=MemoryConfig("fast")), "cuda", 64)
+    step = replace(step, memory=step.memory.filled("fast"))
+    through = step.pass_of(2, 64)._replace(recompute=recompute)
+    found = []
+    for cost in (Cost(), Cost(saved=100), Cost(backward=1000), Cost(flops=1e6)):
+        monkeypatch.setattr(MIXERS["short"], "cost", lambda spec, e, cost=cost: cost)
+        kept = sum(row.bytes for row in block_memory.kept(block, through))
+        backward = block_memory.attention_backward(block, through)
+        chip = hardware.chip("NVIDIA H200")
+        found.append(
+            (kept, backward, step_time.mixer_seconds(step, chip), block.attention.flops(9))
+        )
+    (kept, backward, seconds, flops), *others = found
+    is_block = recompute == "block"
+    saved = [kept + 100 * 128 * (not is_block), backward + 100 * 128 * is_block]
+    assert [row[:2] for row in others] == [
+        tuple(saved),
+        (kept, backward + 128000),
+        (kept, backward),
+    ]
+    assert [row[2] > seconds for row in others] == [True, False, True]
+    assert [row[3] - flops for row in others] == [0, 0, 3e6]

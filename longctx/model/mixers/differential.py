@@ -35,7 +35,7 @@ class DifferentialAttention(Attending):
     @classmethod
     def cost(cls, spec: MixerSpec, e: int) -> Cost:
         # Outputs side by side, their difference and its norm, which is in fp32
-        return Cost(saved=(2 * e + 6) * spec.query_size, backward=(4 * e + 4) * spec.query_size)
+        return Cost(saved=(3 * e + 6) * spec.query_size, backward=(4 * e + 4) * spec.query_size)
 
     @classmethod
     def heads(cls, spec: MixerSpec) -> int:

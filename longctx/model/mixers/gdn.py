@@ -93,8 +93,8 @@ class GatedDelta(Mixer):
         state = 4.0 * heads * sizes.key_size * sizes.value_size
         # Products inside chunks; reading and changing the state; convolutions
         flops = heads * 4 * CHUNK * per_head + 1.5 * state + 2 * TAPS * channels
-        # q, k, v before and after the convolution, q and k normed, T, rates, g and β
-        saved = e * (2 * channels + 2 * width + heads * (CHUNK + 2)) + 8 * heads
+        # q, k, v before and after the convolution, q and k normed, T, rates, the output; g and β
+        saved = e * (2 * channels + 2 * width + heads * (CHUNK + 2) + values) + 8 * heads
         return Cost(flops, saved, e * (3 * channels + 2 * values) + 2 * state / CHUNK, state)
 
     @classmethod
@@ -192,7 +192,7 @@ class GatedDelta(Mixer):
 
     def prefill(self, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         *given, batch = tensors
-        inputs, offsets = joined(given).flatten(0, 1), batch.offsets.long()
+        inputs, offsets = joined(given).flatten(0, 1), batch.offsets
         # Of each document the convolutions read its last inputs next, or zeros before them
         last = offsets[1:, None] + torch.arange(1 - TAPS, 0, device=inputs.device)
         past = inputs[last.clamp(min=0)] * (last >= offsets[:-1, None])[..., None]

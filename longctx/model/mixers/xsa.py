@@ -22,7 +22,7 @@ class ExclusiveAttention(Attending):
     @classmethod
     def cost(cls, spec: MixerSpec, e: int) -> Cost:
         # The output, the direction of v and their product in fp32, and as much of gradients
-        return Cost(saved=12 * spec.query_size, backward=12 * spec.query_size)
+        return Cost(saved=(e + 12) * spec.query_size, backward=12 * spec.query_size)
 
     def forward(self, *tensors: Any) -> Tensor:
         q, k, v, batch = tensors
