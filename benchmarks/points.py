@@ -119,7 +119,7 @@ def point(
     speed = 1000 * found.tokens / median(row["ms"])
     row |= {"spread": spread(row["ms"]), "tokens_per_second": speed}
     if gpu is not None and gpu.flops is not None and work.device == "cuda":
-        added = work.lora.parameters(work.model)
+        added = work.lora.parameters(work.model, of_token=True)
         per_token = work.model.flops_per_token(found.pairs / found.tokens, added)
         row["mfu"] = per_token * speed / gpu.flops
     return row

@@ -282,7 +282,7 @@ def utilization(run: Run, tokens_per_second: float, options: Options) -> Row:
     if gpu is None or gpu.flops is None or work.device != "cuda":
         return {}
     model, peak = work.model, gpu.flops * options.gpus
-    added = work.lora.parameters(model)
+    added = work.lora.parameters(model, of_token=True)
     length = min(options.documents or work.seq_len, work.seq_len)
     per_token = model.flops_per_token((length + 1) / 2, added)
     usual = 6 * model.parameters() + 6 * model.layers * model.channels * work.seq_len

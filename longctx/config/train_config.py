@@ -287,9 +287,8 @@ class TrainConfig(Group):
             yield f"model.experts.dense_layers={dense}: leaves no layer with experts"
         if self.precision == "fp8":
             yield f"precision=fp8: model.experts.count={count} has no FP8; use precision=bf16"
-        if self.lora.rank and {"gate_up", "down"} & {*self.lora.targets}:
-            targets = shown(self.lora.targets)
-            yield f"lora.targets={targets}: experts take no LoRA; use lora.targets=[qkv,out]"
+        if (self.lora.rank or 0) % 8 and {"gate_up", "down"} & {*self.lora.targets}:
+            yield f"lora.rank={self.lora.rank}: experts take a multiple of 8; use 8 or 16"
 
     def _problems_of_fp8(self, model: GPTConfig) -> Iterator[str]:
         """Yield a message if the matrices of `model` have no FP8 products as asked for."""

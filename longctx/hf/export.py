@@ -7,6 +7,7 @@ only when it is complete.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from longctx import files, hub_snapshot, plugins, untrusted
 from longctx.data import Tokenizer
@@ -148,12 +149,35 @@ def adapted_model(
         first = read(before)
         if lora_of(first).rank is not None:
             model, earlier, settings = adapted_model(before, first, config)
-            lora.stack(model, weights, added)
+            stack(model, weights, added)
             both = [*dict.fromkeys([*earlier.targets, *added.targets])]
             rank = (earlier.rank or 0) + added.rank
             return model, LoraConfig(rank, 1.0, targets=both, base=earlier.base), settings
     own.load_state_dict({name: x[:] for name, x in weights.items()}, assign=True)
     return own, added, settings
+
+
+@torch.no_grad()
+def stack(model: GPT, weights: Mapping[str, Any], config: LoraConfig) -> None:
+    """Add the products of a later run to those of `model`: further rows of A and columns of B."""
+    assert config.rank is not None
+    earlier = {name: x for name, x in model.named_modules() if isinstance(x, lora.LoraLinear)}
+    rank = next(iter(earlier.values())).lora_b.shape[1]
+    added = {name.rpartition(".")[0] for name in weights if name.endswith(lora.ADDED)}
+    for name in sorted(earlier.keys() | added):
+        layer: Any = model.get_submodule(name)
+        layer = layer if name in earlier else lora.LoraLinear(layer, rank, 1.0)
+        model.set_submodule(name, layer)
+        a = torch.zeros(layer.experts * config.rank, layer.in_features)
+        b = torch.zeros(layer.out_features, config.rank)
+        if name in added:
+            a, b = weights[f"{name}.lora_a"][:], weights[f"{name}.lora_b"][:]
+        both = [x.unflatten(0, (layer.experts, -1)) for x in (layer.lora_a, a)]
+        layer.lora_a = nn.Parameter(torch.cat(both, dim=1).flatten(0, 1))
+        layer.lora_b = nn.Parameter(
+            torch.cat([layer.lora_b * layer.scale, b * config.factor], dim=1)
+        )
+        layer.scale = 1.0
 
 
 def run_adapter(
@@ -207,8 +231,9 @@ def export_adapter(
     is the config.json to open it with, if its own will not do, such as for stretched positions.
     `in_wrapper`: the model is the text model of a multimodal one.
     """
-    # Our q, k and v are one layer, theirs are three: each gets a copy of A and its rows of B
     tensors: dict[str, Tensor] = {}
+    paths: list[str] = []
+    parameters: list[str] = []
     modules = model.named_modules()
     layers = {f"{name}.weight": x for name, x in modules if isinstance(x, lora.LoraLinear)}
     pieces = model_folder.format_of(model.config).pieces(model)
@@ -222,14 +247,19 @@ def export_adapter(
             # A wrapper's language model lies one level deeper
             if in_wrapper:
                 name = name.replace("model.", "model.language_model.", 1)
-            path = f"base_model.model.{name}"
+            if layer.experts == 1:
+                lora_b = joined(shares, partial(_rows_of_b, layers))
+                paths.append(name)
+            elif shares[0].first:
+                continue  # the first expert's piece stands for all
+            else:
+                name, parameter, lora_b = _of_experts(name, shares[0], layers)
+                parameters.append(parameter)
             # safetensors refuses tensors that share memory, as copies of A would
-            tensors[f"{path}.lora_A.weight"] = layer.lora_a.detach().clone()
-            lora_b = joined(shares, partial(_rows_of_b, layers))
-            tensors[f"{path}.lora_B.weight"] = lora_b.clone()
+            tensors[f"base_model.model.{name}.lora_A.weight"] = layer.lora_a.detach().clone()
+            tensors[f"base_model.model.{name}.lora_B.weight"] = lora_b.detach().clone()
 
     warn_of_not_finite(not_finite(tensors))
-    paths = {name.split(".", 2)[2].rsplit(".", 2)[0] for name in tensors}
     # Next to experts, peft takes a layer of one of these names for a part of the experts' tensors
     has_experts = any(weight.ndim > 2 for weight in model.parameters())
     has_experts |= model.config.experts.count is not None
@@ -247,7 +277,7 @@ def export_adapter(
         "fan_in_fan_out": False,
         "inference_mode": True,
         "target_modules": sorted({path.rpartition(".")[2] for path in paths if path not in fused}),
-        "target_parameters": [f"{path}.weight" for path in fused],
+        "target_parameters": [*parameters, *(f"{path}.weight" for path in fused)],
     }
     # The folder is renamed to `out` when it is whole
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -258,3 +288,19 @@ def export_adapter(
         write_json(folder / "adapter_config.json", adapter)
         if architecture is not None:
             write_json(folder / "config.json", architecture)
+
+
+def _of_experts(name: str, piece: Piece, layers: dict[str, Any]) -> tuple[str, str, Tensor]:
+    """Return where peft has A and B of a layer of all experts, the parameter that they add to, and
+    B as it is there.
+
+    transformers 5 has one parameter for all experts, (experts, rows, columns), and peft wraps those
+    of a module one in the other, gate and up first. Its A is ours; its B is (rows, rank · experts).
+    """
+    layer, (part, target, _) = layers[piece.ours], piece.ours.rsplit(".", 2)
+    of_each = piece.fold.save(layer.lora_b)
+    of_each = of_each.mT if of_each.ndim == 3 else of_each.unflatten(0, (layer.experts, -1))
+    experts = re.sub(r"(layers\.\d+\.).*", r"\1mlp.experts", name)
+    is_innermost = target == "gate_up" and f"{part}.down.weight" in layers
+    wrapper = f"{experts}.base_layer" if is_innermost else experts
+    return wrapper, f"{experts}.{target}_proj", of_each.permute(1, 2, 0).flatten(1)

@@ -64,7 +64,7 @@ class TransformersConfig(GPTConfig):
     def frozen_matrices(self) -> list[tuple[int, int]]:
         return [(rows, columns) for rows, columns in self.transformers["matrices"]]
 
-    def lora_widths(self, targets: Collection[str]) -> int:
+    def lora_widths(self, targets: Collection[str], of_token: bool = False) -> int:
         return sum(self.transformers["lora"].get(target, 0) for target in targets)
 
     def check_length(self, tokens: int, key: str) -> None:

@@ -13,9 +13,10 @@ products of fixed shapes and nothing waits for the device:
 
 Backward saves gate_up alone: the rows of x are gathered again, and since down is linear, the
 gradient of w needs no y: ∂w = ⟨silu(gate) · up, down_eᵀ(dy)⟩. The k gradients of a token are added
-up in a fixed order, so a step repeats to the bit.
+up in a fixed order, so a step repeats to the bit. LoRA adds scale · (x Aᵀ) Bᵀ of the same expert to
+each product x Wᵀ; the narrow x Aᵀ is made again in backward.
 
-Shapes: N tokens, C channels, E experts of F channels, k experts per token.
+Shapes: N tokens, C channels, E experts of F channels, k experts per token; r is LoRA's rank.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,16 +35,12 @@ from torch.autograd.function import once_differentiable
 
 from longctx.attention.exchange import Ranks
 from longctx.kernels import HAS_TRITON
-from longctx.model.layers import Linear, SwiGLU, fused
+from longctx.model.layers import SwiGLU, fused, linears
 from longctx.model.packed import is_packed, unpacked
 from longctx.spec import experts
 
 if HAS_TRITON:
     from longctx.kernels import swiglu
-
-
-class Grouped(nn.Linear):
-    """The weights of one layer of all experts, stacked by rows; `Experts` multiplies them."""
 
 
 class Correction(nn.Module):
@@ -67,13 +64,11 @@ class Experts(nn.Module):
         keys = part.keys
         self.per_token, self.normalize, self.clamp = keys.per_token, keys.normalize, keys.clamp
         self.scale, self.is_balanced = keys.scale, keys.balance > 0
-        router, gate_up, down = part.linears[:3]
-        self.router = Linear(router.columns, router.outputs, router.has_bias)
-        self.gate_up = Grouped(gate_up.columns, gate_up.outputs, gate_up.has_bias)
-        self.down = Grouped(down.columns, down.outputs, down.has_bias)
+        self.router, self.gate_up, self.down, *others = linears(part)
+        self.gate_up.experts = self.down.experts = part.count
         self.correction = Correction(part.count) if keys.router == "sigmoid_bias" else None
         self.shared = None if part.dense is None else SwiGLU(part.dense)
-        self.shared_gate = Linear(router.columns, 1, bias=False) if keys.shared_gate else None
+        self.shared_gate = others[-1] if keys.shared_gate else None
 
     def forward(self, x: Tensor, needs_value: bool = True) -> Tensor:
         """Of x (..., C); without `needs_value` the result may be 0, and its gradients are right."""
@@ -98,9 +93,11 @@ class Experts(nn.Module):
         expert, order = chosen.flatten().sort(stable=True)
         numbers = torch.arange(self.router.out_features, device=x.device)
         ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)
-        layers = self.gate_up.weight, self.down.weight, self.gate_up.bias, self.down.bias
-        routing = expert, order, ends
-        y = _Experts.apply(tokens, weights, *layers, *routing, self.clamp, needs_value)
+        (*up_lora, up_scale), (*down_lora, down_scale) = self.gate_up.added, self.down.added
+        layers = self.gate_up.weight, self.gate_up.bias, *up_lora
+        layers += self.down.weight, self.down.bias, *down_lora
+        routing, scales = (expert, order, ends), (up_scale, down_scale)
+        y = _Experts.apply(tokens, weights, *routing, scales, self.clamp, needs_value, *layers)
         return y.view(shape)
 
     def chosen(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,19 +156,68 @@ def gated(gate_up: Tensor, clamp: float | None) -> Tensor:
     return gate * torch.sigmoid(experts.STEEPNESS * gate) * (up + 1)
 
 
-def gated_backward(gate_up: Tensor, d: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
-    """Return the gradient of gate_up (M, 2F), from `d` of the product, and the product again."""
+def gated_backward(gate_up: Tensor, dinner: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
+    """Return the gradient of gate_up (M, 2F), from that of the product, and the product again."""
     if clamp is None and fused(gate_up):
-        return swiglu.swiglu_backward(gate_up, d)
-    gate, up = gate_up.chunk(2, dim=-1)
-    a, g, u = 1.0, gate, up
-    if clamp is not None:
-        a, g, u = experts.STEEPNESS, gate.clamp(max=clamp), up.clamp(-clamp, clamp) + 1
-    s = torch.sigmoid(a * g)
-    dgate, dup = d * u * s * (1 + a * g * (1 - s)), d * g * s
-    if clamp is not None:
-        dgate, dup = dgate * (gate <= clamp), dup * (up.abs() <= clamp)
-    return torch.cat((dgate, dup), dim=-1), g * s * u
+        return swiglu.swiglu_backward(gate_up, dinner)
+    leaf = gate_up.detach().requires_grad_()
+    with torch.enable_grad():
+        product = gated(leaf, clamp)
+    (gradient,) = torch.autograd.grad(product, leaf, dinner)
+    return gradient, product.detach()
+
+
+class _Stack(NamedTuple):
+    """A layer of all experts, of pairs in the order of their experts."""
+
+    weight: Tensor  # (E·O, I)
+    bias: Any  # (E·O,), or None
+    lora_a: Any  # (E·r, I), or None
+    lora_b: Any  # (E·O, r), or None
+    scale: float  # of LoRA
+    ends: Tensor  # (E,) of the pairs of each expert
+
+    def matrices(self, weight: Tensor, x: Tensor) -> Tensor:
+        """Return the weight (E, rows, columns), or bias, of each expert, in the dtype of x."""
+        weight = unpacked(weight, x.dtype) if is_packed(weight) else weight
+        return weight.to(x.dtype).unflatten(0, (len(self.ends), -1))
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return the outputs (M, O) of x (M, I), without the bias."""
+        y = grouped(x, self.matrices(self.weight, x).mT, self.ends)
+        if self.lora_a is not None:
+            y += grouped(self.low(x), self.matrices(self.lora_b, x).mT, self.ends)
+        return y
+
+    def low(self, x: Tensor) -> Tensor:
+        """Return scale · x Aᵀ (M, r)."""
+        return grouped(x, self.matrices(self.lora_a, x).mT, self.ends).mul_(self.scale)
+
+    def low_gradient(self, dy: Tensor) -> Tensor | None:
+        """Return the gradient of x Aᵀ, if there is LoRA, from that of the outputs."""
+        if self.lora_a is None:
+            return None
+        return grouped(dy, self.matrices(self.lora_b, dy), self.ends).mul_(self.scale)
+
+    def input_gradient(self, dy: Tensor, low_gradient: Tensor | None) -> Tensor:
+        """Return the gradient of x, from those of the outputs and of x Aᵀ."""
+        dx = grouped(dy, self.matrices(self.weight, dy), self.ends)
+        if low_gradient is not None:
+            dx += grouped(low_gradient, self.matrices(self.lora_a, dy), self.ends)
+        return dx
+
+    def gradients(
+        self, x: Tensor, dy: Tensor, low_gradient: Tensor | None, expert: Tensor, w: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of A and B, if there is LoRA, else of the weight and the bias, which
+        is added w times.
+        """
+        if low_gradient is None:
+            bias = None if self.bias is None else _sums(dy, expert, w, self.bias)
+            return grouped_outer(dy, x, self.ends, self.weight.dtype), bias, None, None
+        pairs = (low_gradient, x), (dy, self.low(x))
+        dtype = self.lora_a.dtype
+        return None, None, *(grouped_outer(*pair, self.ends, dtype) for pair in pairs)
 
 
 class _Experts(torch.autograd.Function):
@@ -180,68 +226,71 @@ class _Experts(torch.autograd.Function):
         ctx: Any,
         x: Tensor,  # (N, C)
         weights: Tensor,  # (N, k)
-        w_gate_up: Tensor,  # (E·2F, C)
-        w_down: Tensor,  # (E·C, F)
-        b_gate_up: Tensor | None,  # (E·2F,)
-        b_down: Tensor | None,  # (E·C,)
         expert: Tensor,  # (M,) of each pair, in order
         order: Tensor,  # (M,) pair n · k + i is the i-th of token n
         ends: Tensor,  # (E,) of the pairs of each expert
+        scales: tuple[float, float],  # of LoRA
         clamp: float | None,
         needs_value: bool,
+        *layers: Tensor | None,  # weight, bias, A and B of gate and up, and those of down
     ) -> Tensor:
-        (N, C), (E,), k = x.shape, ends.shape, weights.shape[1]
-        gate_up = grouped(x[order // k], _matrices(w_gate_up, E, x.dtype).mT, ends)
-        if b_gate_up is not None:
-            gate_up += _matrices(b_gate_up, E, x.dtype)[expert]
+        (N, C), per_token = x.shape, weights.shape[1]
+        up, down = _stacks(layers, scales, ends)
+        gate_up = up.product(x[order // per_token])
+        if up.bias is not None:
+            gate_up += up.matrices(up.bias, x)[expert]
         # Each pair's place among the sorted ones: rows are gathered, since atomics have no order
         back = order.argsort()
-        ctx.save_for_backward(
-            *(x, weights, w_gate_up, w_down, b_gate_up, b_down),
-            *(gate_up, expert if b_down is not None else None, order, back, ends),
-        )
-        ctx.clamp = clamp
+        expert_saved = expert if down.bias is not None else None
+        ctx.save_for_backward(x, weights, gate_up, expert_saved, order, back, ends, *layers)
+        ctx.scales, ctx.clamp = scales, clamp
         if not needs_value:
             return x.new_zeros(1, 1).expand(N, C)
-        w = weights.flatten()[order, None]
-        y = grouped(gated(gate_up, clamp).mul_(w), _matrices(w_down, E, x.dtype).mT, ends)
-        if b_down is not None:
-            y += _matrices(b_down, E, x.dtype)[expert].mul_(w)
-        return y[back].view(N, k, C).sum(1, dtype=x.dtype)  # autocast's sums are in fp32
+        pair_weights = weights.flatten()[order, None]
+        y = down.product(gated(gate_up, clamp).mul_(pair_weights))
+        if down.bias is not None:
+            y += down.matrices(down.bias, x)[expert].mul_(pair_weights)
+        return y[back].view(N, per_token, C).sum(1, dtype=x.dtype)  # autocast's sums are in fp32
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, w_gate_up, w_down, b_gate_up, b_down, *routed = ctx.saved_tensors
-        gate_up, expert, order, back, ends = routed
-        (N, C), (E,), k = x.shape, ends.shape, weights.shape[1]
-        _, _, trains_gate_up, trains_down = ctx.needs_input_grad[:4]
-        w, tokens = weights.flatten()[order, None], order // k
+        x, weights, gate_up, expert, order, back, ends, *layers = ctx.saved_tensors
+        up, down = _stacks(layers, ctx.scales, ends)
+        (N, C), per_token = x.shape, weights.shape[1]
+        is_trained = [any(ctx.needs_input_grad[n : n + 4]) for n in (8, 12)]
+        pair_weights, tokens = weights.flatten()[order, None], order // per_token
         rows = dy[tokens]
-        d = grouped(rows, _matrices(w_down, E, x.dtype), ends)
-        dgate_up, inner = gated_backward(gate_up, d, ctx.clamp)
-        dweights = (d * inner).sum(-1, dtype=weights.dtype)
-        del d
-        if b_down is not None:
-            bias = _matrices(b_down, E, x.dtype)[expert]
+        low_gradient = down.low_gradient(rows)
+        dinner = down.input_gradient(rows, low_gradient)
+        dgate_up, inner = gated_backward(gate_up, dinner, ctx.clamp)
+        dweights = (dinner * inner).sum(-1, dtype=weights.dtype)
+        del dinner
+        if down.bias is not None:
+            bias = down.matrices(down.bias, x)[expert]
             dweights += (rows * bias).sum(-1, dtype=weights.dtype)
             del bias
         # Now by the weight of the pair, as it was in forward
-        dgate_up.mul_(w)
-        dw_down = dw_gate_up = db_gate_up = db_down = None
-        if trains_down:
-            dw_down = grouped_outer(rows, inner.mul_(w), ends, w_down.dtype)
-            db_down = None if b_down is None else _sums(rows, expert, w, b_down)
+        dgate_up.mul_(pair_weights)
+        up_gradients: tuple[Tensor | None, ...] = (None,) * 4
+        down_gradients = up_gradients
+        if is_trained[1]:
+            inner.mul_(pair_weights)
+            down_gradients = down.gradients(inner, rows, low_gradient, expert, pair_weights)
         del rows, inner
-        if trains_gate_up:
-            dw_gate_up = grouped_outer(dgate_up, x[tokens], ends, w_gate_up.dtype)
-            ones = torch.ones_like(w)
-            db_gate_up = None if b_gate_up is None else _sums(dgate_up, expert, ones, b_gate_up)
-        dx = grouped(dgate_up, _matrices(w_gate_up, E, x.dtype), ends)
+        low_gradient = up.low_gradient(dgate_up)
+        if is_trained[0]:
+            ones = torch.ones_like(pair_weights)
+            up_gradients = up.gradients(x[tokens], dgate_up, low_gradient, expert, ones)
+        dx = up.input_gradient(dgate_up, low_gradient)
         del dgate_up
-        dx = dx[back].view(N, k, C).sum(1, dtype=x.dtype)
-        gradients = dw_gate_up, dw_down, db_gate_up, db_down
-        return dx, dweights[back].view(N, k), *gradients, *(None,) * 5
+        dx = dx[back].view(N, per_token, C).sum(1, dtype=x.dtype)
+        return dx, dweights[back].view(N, per_token), *(None,) * 6, *up_gradients, *down_gradients
+
+
+def _stacks(layers: Any, scales: tuple[float, float], ends: Tensor) -> Iterator[_Stack]:
+    for first, scale in zip((0, 4), scales, strict=True):
+        yield _Stack._make((*layers[first : first + 4], scale, ends))
 
 
 def _sums(rows: Tensor, expert: Tensor, w: Tensor, bias: Tensor) -> Tensor:
@@ -250,12 +299,6 @@ def _sums(rows: Tensor, expert: Tensor, w: Tensor, bias: Tensor) -> Tensor:
     count = bias.numel() // rows.shape[1]
     weighted = w * (expert[:, None] == torch.arange(count, device=rows.device))
     return (weighted.to(rows.dtype).t() @ rows).flatten().to(bias.dtype)
-
-
-def _matrices(weight: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """Return the weight (E, rows, columns), or bias, of each expert."""
-    weight = unpacked(weight, dtype) if is_packed(weight) else weight
-    return weight.to(dtype).unflatten(0, (count, -1))
 
 
 class Balance:

@@ -142,7 +142,7 @@ class GPT(nn.Module):
         """
         for block, parts in zip(self.blocks, self.config.blocks, strict=True):
             for path, linear in parts.linears.items():
-                yield block, path, linear.name, linear.packs
+                yield block, path, path.rpartition(".")[2], linear.packs
 
     def figures(self) -> dict[str, float]:
         """Return what the last micro-batch tells of the model, by the keys of its metrics; waits

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -38,15 +38,19 @@ def fused(x: Tensor) -> bool:
 class Linear(nn.Linear):
     """x Wᵀ + b; 16-bit inputs give fp32 weights their gradient, on a GPU unrounded."""
 
+    experts = 1  # whose weights are stacked by rows; `longctx.model.experts` multiplies them
+    added: ClassVar[tuple[Any, ...]] = (None, None, 0.0)  # A, B and factor of LoRA there
+
     def __init__(self, inputs: int, outputs: int, bias: bool = True, device: Any = None) -> None:
         super().__init__(inputs, outputs, bias, device)
         self.product: Any = linear  # or in FP8, see longctx.model.fp8
 
     @classmethod
-    def like(cls, other: nn.Linear, product: Any = linear) -> Self:
+    def like(cls, other: Any, product: Any = linear) -> Self:
         """Return a layer that has the weights of `other`."""
         layer = cls(other.in_features, other.out_features, bias=False, device="meta")
         layer.weight, layer.bias, layer.product = other.weight, other.bias, product
+        layer.experts = getattr(other, "experts", 1)  # of transformers' layers one
         return layer
 
     def forward(self, x: Tensor) -> Tensor:

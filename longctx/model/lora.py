@@ -6,6 +6,8 @@ trained.
 With rslora s = alpha / √rank (arXiv 2312.03732), so that a high rank does not slow its additions.
 q, k and v are one matrix here, and so are gate and up: their adapters share A. An adapter for peft
 has one for each of them, with equal A. Merged, W + s · B A, the model is a plain GPT again.
+
+Of experts, whose W are stacked by rows, A (experts · rank, in) and B are stacked too.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +25,6 @@ from torch import Tensor, nn
 
 from longctx.kernels import linear
 from longctx.model import packed
-from longctx.model.experts import Grouped
 from longctx.model.gpt import GPT, Draw
 from longctx.model.layers import Linear
 from longctx.spec.model_config import LoraConfig
@@ -40,8 +42,9 @@ class LoraLinear(nn.Linear):
         # Layers of transformers have no product of their own
         self.product = getattr(frozen, "product", linear)
         self.scale, self.is_on = scale, True
+        self.experts = getattr(frozen, "experts", 1)
         wide: Any = {"dtype": torch.float32, "device": frozen.weight.device}
-        self.lora_a = nn.Parameter(torch.empty(rank, self.in_features, **wide))
+        self.lora_a = nn.Parameter(torch.empty(self.experts * rank, self.in_features, **wide))
         self.lora_b = nn.Parameter(torch.zeros(self.out_features, rank, **wide))
         self.init_added()
 
@@ -57,10 +60,16 @@ class LoraLinear(nn.Linear):
         y = self.product(x, self.weight, self.bias)
         return y + F.linear(low, self.lora_b.to(low.dtype))
 
+    @property
+    def added(self) -> tuple[Any, ...]:
+        """Return A, B and their factor, for `Experts`."""
+        return (self.lora_a, self.lora_b, self.scale) if self.is_on else Linear.added
+
     def merged(self) -> Linear:
         """A plain layer that computes the same, its sum formed in fp32."""
         plain = Linear.like(self)
-        added = self.weight.float() + self.scale * (self.lora_b @ self.lora_a)
+        lora_b, lora_a = (x.unflatten(0, (self.experts, -1)) for x in (self.lora_b, self.lora_a))
+        added = self.weight.float() + self.scale * (lora_b @ lora_a).flatten(0, 1)
         plain.weight = nn.Parameter(added.to(self.weight.dtype))
         return plain
 
@@ -73,7 +82,7 @@ def add(model: GPT, config: LoraConfig) -> GPT:
         frozen: Any = block.get_submodule(path)
         if config.base is not None and packs:
             frozen.weight = packed.parameter(frozen.weight)
-            if not isinstance(frozen, Grouped):
+            if getattr(frozen, "experts", 1) == 1:
                 frozen = packed.PackedLinear.like(frozen, packed.linear)
                 block.set_submodule(path, frozen)
         if target in config.targets:
@@ -98,28 +107,6 @@ def off(model: GPT) -> Iterator[None]:
     finally:
         for layer in added:
             layer.is_on = True
-
-
-@torch.no_grad()
-def stack(model: GPT, weights: Mapping[str, Any], config: LoraConfig) -> None:
-    """Add the products of a later run to those of `model`: further rows of A and columns of B."""
-    assert config.rank is not None
-    earlier = {name: x for name, x in model.named_modules() if isinstance(x, LoraLinear)}
-    rank = len(next(iter(earlier.values())).lora_a)
-    added = {name.rpartition(".")[0] for name in weights if name.endswith(ADDED)}
-    for name in sorted(earlier.keys() | added):
-        layer: Any = model.get_submodule(name)
-        layer = layer if name in earlier else LoraLinear(layer, rank, 1.0)
-        model.set_submodule(name, layer)
-        a = torch.zeros(config.rank, layer.in_features)
-        b = torch.zeros(layer.out_features, config.rank)
-        if name in added:
-            a, b = weights[f"{name}.lora_a"][:], weights[f"{name}.lora_b"][:]
-        layer.lora_a = nn.Parameter(torch.cat([layer.lora_a, a]))
-        layer.lora_b = nn.Parameter(
-            torch.cat([layer.lora_b * layer.scale, b * config.factor], dim=1)
-        )
-        layer.scale = 1.0
 
 
 @torch.no_grad()
@@ -151,4 +138,12 @@ class MergedRows:
             rows = packed.unpacked(rows, torch.float32)
         if self.a is None or self.b is None:
             return rows
-        return rows.float() + self.factor * (self.b[at] @ self.a[:])
+        lora_a, rank = self.a[:], self.b.shape[1]
+        # Stacked weights of experts: each has its rows of W and B, and of A
+        each = self.shape[0] * rank // len(lora_a)
+        ends = [*range((at.start // each + 1) * each, at.stop, each), at.stop]
+        added = [
+            self.b[first:last] @ lora_a[first // each * rank :][:rank]
+            for first, last in pairwise([at.start, *ends])
+        ]
+        return rows.float() + self.factor * torch.cat(added)

@@ -135,15 +135,19 @@ class _Step:
         """Return the bytes of one block."""
         kept = list(block_memory.kept(block, through))
         attention = block_memory.attention_backward(block, through) + self.exchanged
-        mlp = block_memory.mlp_backward(block, through)
+        # Gradients of LoRA's additions to the block, and their sum over tiles
+        added = FP32 * self.added / self.L
+        several = through.recompute != "none" and through.tile < through.tokens
+        mlp = block_memory.mlp_backward(block, through) + (1 + several) * added
         if through.in_groups and self.memory.offload:
             # Tiles of the input and of attention's output come from the host, one ahead of its use
             brought = min(2 * through.tile, through.tokens)
             mlp += self.e * (self.C + block.attention.query_size) * brought
+        workspace = block_memory.attention_workspace(block.attention, through)
         return _Costs(
             saved=sum(row.bytes for row in kept),
             mlp=mlp,
-            attention=attention + block_memory.attention_workspace(block.attention, through),
+            attention=attention + added + workspace,
             freed=sum(row.bytes for row in kept if row.until == block_memory.MLP),
             output=block_memory.output(block.attention, through),
         )

@@ -88,7 +88,7 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     projected = groups * (2 + (memory.attention_again or 0.0)) - 2
     again += before * projected
     rate = PRODUCTS * C / (C + SMALL) * peak
-    added = workload.added
+    added = workload.lora.parameters(model, of_token=True)
     each = 4 if added else 6  # frozen weights have no gradient
     fp8_layers = L - len(workload.bf16_layers) if workload.precision == "fp8" else 0
     in_8_bits = fp8_layers / L

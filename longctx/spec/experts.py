@@ -14,8 +14,8 @@ from longctx.config.fields import Group, key, positive
 from longctx.spec.parts import FP32, FeedForward, LinearSpec, Pass
 
 STEEPNESS = 1.702  # of gpt-oss's sigmoid, which makes its gate about a GELU
-INT64 = 8  # bytes of an index
-FORMULA = 9  # widths of an expert alive when no kernel of ours makes the gradients of gate and up
+OF_CHOSEN = 2 * FP32 + 3 * 8  # bytes of each chosen expert: see `saved`
+FUSED, FORMULA = 5, 8  # widths alive when gate and up get their gradients, by a kernel or none
 
 
 @dataclass
@@ -54,17 +54,17 @@ class ExpertsSpec(FeedForward):
 
     @cached_property
     def linears(self) -> tuple[LinearSpec, ...]:
-        C, F, E = self.size, self.inner, self.count
-        gate_up = [f"experts.{n}.{name}" for n in range(E) for name in ("gate_proj", "up_proj")]
-        down = [f"experts.{n}.down_proj" for n in range(E)]
-        shared = self.dense.linears if self.dense else ()
-        named = [(x, tuple(f"shared_experts.{name}" for name in x.tensors)) for x in shared]
+        C, F, E, k, bias = self.size, self.inner, self.count, self.keys.per_token, self.has_bias
+        gate_up = tuple(f"experts.{n}.{x}_proj" for n in range(E) for x in ("gate", "up"))
+        down = tuple(f"experts.{n}.down_proj" for n in range(E))
+        dense = self.dense.linears if self.dense else ()
+        shared = [(x, tuple(f"shared_experts.{name}" for name in x.tensors)) for x in dense]
         gate = LinearSpec("shared_gate", ("shared_expert_gate",), (1,), C, False, packs=False)
         return (
-            LinearSpec("router", ("gate",), (E,), C, self.has_bias, packs=False),
-            LinearSpec("gate_up", tuple(gate_up), (F,) * 2 * E, C, self.has_bias),
-            LinearSpec("down", tuple(down), (C,) * E, F, self.has_bias, into_residual=True),
-            *(x._replace(name=f"shared.{x.name}", tensors=tensors) for x, tensors in named),
+            LinearSpec("router", ("gate",), (E,), C, bias, packs=False),
+            LinearSpec("gate_up", gate_up, (F,) * 2 * E, C, bias, experts=E, active=k),
+            LinearSpec("down", down, (C,) * E, F, bias, into_residual=True, experts=E, active=k),
+            *(x._replace(name=f"shared.{x.name}", tensors=names) for x, names in shared),
             *([gate] if self.keys.shared_gate else []),
         )
 
@@ -80,11 +80,6 @@ class ExpertsSpec(FeedForward):
         return (("correction.weight", self.count),) if self.keys.router == "sigmoid_bias" else ()
 
     @property
-    def multiplied(self) -> int:
-        active = self.keys.per_token + self.keys.shared
-        return self.size * (self.count + self.keys.shared_gate + 3 * active * self.inner)
-
-    @property
     def moved(self) -> int:
         """Width whose elementwise kernels move as much memory: rows are gathered and added up."""
         return self.keys.per_token * (self.inner + self.size) + self.keys.shared * self.inner
@@ -95,16 +90,11 @@ class ExpertsSpec(FeedForward):
         and sum; and two orders of the pairs. Weights of experts are cast again, the router's not.
         """
         kinds = 1 if self.keys.router == "softmax" else 2
-        routing = kinds * FP32 * (self.count + 1) + self._of_chosen
+        routing = kinds * FP32 * (self.count + 1) + self.keys.per_token * OF_CHOSEN
         pairs = self.keys.per_token * p.activation * 2 * self.inner
         copy = p.weight_copy * self.linears[0].weights
-        # A gate saves what it multiplies
-        pairs += p.activation * (self.size + 2) * self.keys.shared_gate
+        pairs += p.activation * (self.size + 2) * self.keys.shared_gate  # that a gate multiplies
         return (pairs + routing) * p.tokens + copy + (self.dense.saved(p) if self.dense else 0)
-
-    @property
-    def _of_chosen(self) -> int:
-        return self.keys.per_token * (2 * FP32 + 3 * INT64)
 
     def backward(self, p: Pass) -> int:
         """Return the bytes alive at the peak of its backward, next to what it saved."""
@@ -113,28 +103,38 @@ class ExpertsSpec(FeedForward):
         pairs = self.keys.per_token * p.activation * p.tokens
         # a weight's gradient is made in 16 bits, then cast
         narrow = p.activation if p.gradient > p.activation else 0
-        copied = p.weight_copy + p.unpacked
         gradients = p.gradient * (down + gate_up)
-        # d, product, both gradients; as a formula, clamped values and factors too
-        inner = 4 if p.is_fused and self.keys.clamp is None else FORMULA
         moments = (
-            # The gradients of gate and up are made: there is that of each pair's output
-            pairs * (C + inner * F) + copied * down,
+            # There is the gradient of each pair's output; that of the product is made, then more
+            self.product(p, pairs, C, F, down),
+            pairs * (C + (FUSED if p.is_fused and self.keys.clamp is None else FORMULA) * F),
             # that of the down projections
             pairs * (C + 3 * F) + (p.gradient + narrow) * down,
             # those of the weights of gate and up, then of the inputs, and of tokens as their sum
-            pairs * (C + 2 * F) + gradients + max(narrow, copied) * gate_up,
-            pairs * 2 * C + gradients,
+            pairs * (C + 2 * F) + gradients + narrow * gate_up,
+            self.product(p, pairs, 2 * F, C, gate_up) + gradients,
+            pairs * (2 * C + ("gate_up" in p.adapted) * 2 * F) + gradients,
             # Shared experts are before or after all that
             self.dense.backward(p) if self.dense else 0,
         )
         return max(moments) + p.gradient * sum(shared)
 
+    def product(self, p: Pass, pairs: int, before: int, made: int, weights: int) -> int:
+        """Return the bytes alive in a product: widths `before` and `made`, and its weights."""
+        copied = (p.weight_copy or min(p.unpacked, p.activation)) * weights
+        return pairs * before + max(p.unpacked * weights, pairs * made + copied)
+
     def forward(self, p: Pass) -> int:
         """Return the bytes alive in a forward without gradients, uncompiled."""
-        C, F = self.size, self.inner
-        # gathered, gate and up; their product; the output
-        rows = max(C + 2 * F, 4 * F if self.keys.clamp is None else 6 * F, F + 2 * C)
-        each = p.activation * self.keys.per_token * rows + FP32 * 2 * self.count + self._of_chosen
-        unpacked = p.unpacked * self.linears[1].weights
-        return max(each * p.tile + unpacked, self.dense.forward(p) if self.dense else 0)
+        C, F, k = self.size, self.inner, self.keys.per_token
+        pairs, adapted = p.activation * k * p.tile, p.adapted
+        inner = 7 if self.keys.clamp is not None else 3 if p.is_fused else 4
+        moments = (
+            # gate and up of the gathered rows; their product; the output, and its sum by token
+            self.product(p, pairs, C, 2 * F, self.linears[1].weights),
+            pairs * max(inner * F, C + ("gate_up" in adapted) * 4 * F),
+            self.product(p, pairs, 3 * F, C, self.linears[2].weights),
+            pairs * (2 * F + 2 * C + max(C // k, ("down" in adapted) * F)),
+        )
+        routed = max(moments) + (FP32 * 2 * self.count + k * OF_CHOSEN) * p.tile
+        return max(routed, self.dense.forward(p) if self.dense else 0)

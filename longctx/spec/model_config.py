@@ -219,10 +219,8 @@ class GPTConfig(mixers.MixerKeys):
         experts, rotated, growth = self.experts, self.rotary_size, self.query_growth
         if self.heads % self.kv_heads:
             possible = ", ".join(map(str, divisors(self.heads)))
-            yield (
-                f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}; "
-                f"kv_heads can be {possible}"
-            )
+            heads = f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}"
+            yield f"{heads}; kv_heads can be {possible}"
         names = "nope_layers", "window_layers", "experts.dense_layers"
         lists = self.nope_layers, self.window_layers or [], experts.dense_layers
         # Another layer would be ignored without a word
@@ -231,17 +229,13 @@ class GPTConfig(mixers.MixerKeys):
                 last = self.layers - 1
                 yield f"model.{name}={list(layers)}: layers from 0 to {last}, each once, in order"
         if self.head_dim is None and self.channels % self.heads:
-            yield (
-                f"model.channels={self.channels}: not a multiple of model.heads={self.heads}; "
-                "change one of them, or set model.head_dim"
-            )
+            given = f"model.channels={self.channels}: not a multiple of model.heads={self.heads}"
+            yield f"{given}; change one of them, or set model.head_dim"
         # Rotary embedding turns pairs of channels
         if rotated < 2 or rotated % 2 or self.head_size % 2:
-            yield (
-                f"model.head_dim={self.head_size} (null: channels / heads) model.rotary_share="
-                f"{self.rotary_share}: a head has {self.head_size} channels and {rotated} of them "
-                "rotate; both must be even numbers of at least 2"
-            )
+            given = f"model.head_dim={self.head_size} model.rotary_share={self.rotary_share}"
+            channels = f"a head has {self.head_size} channels and {rotated} of them rotate"
+            yield f"{given}: {channels}; both must be even numbers of at least 2"
         if experts.count is not None and experts.per_token > experts.count:
             limit = f"more than model.experts.count={experts.count}; give at most that"
             yield f"model.experts.per_token={experts.per_token}: {limit}"
@@ -276,10 +270,14 @@ class GPTConfig(mixers.MixerKeys):
         linears = [linear for block in self.blocks for linear in block.linears.values()]
         return [(linear.outputs, linear.columns) for linear in linears if linear.packs]
 
-    def lora_widths(self, targets: Collection[str]) -> int:
-        """Return the sum of rows and columns of the matrices that LoRA adapts in `targets`."""
-        linears = [(n, x) for block, n in self.kinds for x in block.linears.values()]
-        return sum(n * (x.columns + x.outputs) for n, x in linears if x.name in targets)
+    def lora_widths(self, targets: Collection[str], of_token: bool = False) -> int:
+        """Return rows and columns of the matrices that LoRA adapts, or that adapt each token."""
+        linears = [(n, *item) for block, n in self.kinds for item in block.linears.items()]
+        return sum(
+            n * (x.columns + x.outputs // x.experts) * (x.active if of_token else x.experts)
+            for n, path, x in linears
+            if path.rpartition(".")[2] in targets
+        )
 
     def flops_per_token(self, pairs_per_token: float, adapters: int = 0) -> float:
         """Return the FLOPs of forward, a third, and backward for a token that sees so many keys: 6
@@ -351,9 +349,9 @@ class LoraConfig:
         """Return the factor of the additions."""
         return self.alpha / math.sqrt(self.rank or 1) if self.rslora else self.scaling
 
-    def parameters(self, model: GPTConfig) -> int:
-        """Return the parameters that LoRA adds to the frozen ones of `model`; 0 without LoRA."""
-        return self.rank * model.lora_widths(self.targets) if self.rank else 0
+    def parameters(self, model: GPTConfig, of_token: bool = False) -> int:
+        """Return the parameters that LoRA adds to `model`, or to a token; 0 without LoRA."""
+        return self.rank * model.lora_widths(self.targets, of_token) if self.rank else 0
 
     def frozen_bytes(self, model: GPTConfig, each: int) -> int:
         """Return the bytes of the weights of `model`, with `each` of one that is not packed."""

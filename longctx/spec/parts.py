@@ -36,6 +36,8 @@ class LinearSpec(NamedTuple):
     has_bias: bool
     into_residual: bool = False  # initial weights are smaller
     packs: bool = True  # frozen, it is in the format lora.base
+    experts: int = 1  # whose matrices are stacked; `active` of them multiply a token
+    active: int = 1
 
     @property
     def outputs(self) -> int:
@@ -157,7 +159,7 @@ class Part:
     @cached_property
     def multiplied(self) -> int:
         """Number of weights that multiply each token."""
-        return sum(linear.weights for linear in self.linears)
+        return sum(linear.weights * linear.active // linear.experts for linear in self.linears)
 
     def pieces(self, theirs: str, ours: str) -> Iterator[Piece]:
         """Yield its tensors: in layer `theirs` of a Hugging Face folder, in block `ours` here."""

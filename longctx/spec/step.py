@@ -199,9 +199,9 @@ class Workload:
     def is_host_bound(self) -> bool:
         """Return True if the GPU is predicted to wait for the launches of small kernels."""
         # all blocks are about equal: one of them decides
-        tokens = self.batch_size * self.seq_len
-        per_token = self.model.flops_per_token(self.seq_len / 2, self.added)
-        return self.device == "cuda" and tokens * per_token / self.model.layers < HOST_BOUND
+        tokens, model = self.batch_size * self.seq_len, self.model
+        per_token = model.flops_per_token(self.seq_len / 2, self.lora.parameters(model, True))
+        return self.device == "cuda" and tokens * per_token / model.layers < HOST_BOUND
 
     @property
     def not_captured(self) -> str | None:

@@ -125,9 +125,10 @@ class Meter:
             "padding_share": 1 - real / everything,
         }
         if self.flops_of_device is not None:
-            model, lora = self.workload.model, self.workload.lora
+            model = self.workload.model
+            adapters = self.workload.lora.parameters(model, of_token=True)
             # Of forward and backward, for tokens that see so many pairs
-            flops = real * model.flops_per_token(pairs / max(real, 1.0), lora.parameters(model))
+            flops = real * model.flops_per_token(pairs / max(real, 1.0), adapters)
             row["mfu"] = flops / (elapsed * self.flops_of_device * self.parallel.ranks)
         if self.parallel.clock is not None:
             row["tokens_per_second_per_device"] = real / elapsed / self.parallel.ranks

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from longctx import cli
-from longctx.model import GPT, GPTConfig, experts
+from longctx.model import GPT, GPTConfig, experts, packed
+from longctx.model.lora import LoraLinear
 from longctx.spec.experts import ExpertsConfig
+from longctx.spec.model_config import LoraConfig
 from longctx.spec.parts import Pass
 from tests.largest_tensor import LiveMemory
 from tests.model.test_recompute import FEW
@@ -92,6 +94,45 @@ def test_experts_without_tokens_have_no_gradient():
     assert module.gate_up.weight.grad.unflatten(0, (8, -1))[2].any()
 
 
+@pytest.mark.parametrize("clamp", [None, 0.5])
+def test_lora_of_experts_is_that_of_a_loop(clamp):
+    torch.manual_seed(0)
+    routed = ExpertsConfig(6, 2, ffn=16, clamp=clamp, biased=True)
+    module = replace(MODEL, experts=routed).block(0).mlp.build()
+    module.requires_grad_(False)
+    module.gate_up, module.down = (LoraLinear(x, 3, 0.7) for x in (module.gate_up, module.down))
+    for p in module.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    module.router.weight.data[4] = 0  # an expert without tokens
+    module.router.bias.data[4] = -100
+    x = torch.randn(30, 24, requires_grad=True)
+    dy = torch.randn_like(x)
+    trained = [x, *(p for p in module.parameters() if p.requires_grad)]
+
+    def added(layer: LoraLinear, expert: int, x: Tensor) -> Tensor:
+        each = (layer.weight, layer.bias, layer.lora_a, layer.lora_b)
+        w, bias, a, b = (p.unflatten(0, (6, -1))[expert] for p in each)
+        return w @ x + bias + 0.7 * b @ (a @ x)
+
+    rows = []
+    for row in x:
+        chances, chosen = module.router(row).softmax(-1).topk(2)
+        row_sum = torch.zeros(24)
+        for weight, expert in zip(chances / chances.sum(), chosen.tolist(), strict=True):
+            gate, up = added(module.gate_up, expert, row).chunk(2)
+            inner = torch.nn.functional.silu(gate) * up
+            if clamp is not None:
+                gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+                inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+            row_sum = row_sum + weight * added(module.down, expert, inner)
+        rows.append(row_sum)
+    want = torch.stack(rows)
+    torch.testing.assert_close(module(x), want, rtol=1e-4, atol=1e-4)
+    expected = torch.autograd.grad(want, trained, dy)
+    for found, gradient in zip(torch.autograd.grad(module(x), trained, dy), expected, strict=True):
+        assert (found - gradient).abs().max() < 1e-5 * gradient.abs().max()
+
+
 def test_autocast_computes_in_16_bits():
     model = make()
     module, x = model.blocks[0].mlp, torch.randn(1, 50, 24)
@@ -111,6 +152,9 @@ def test_few_weights_multiply_a_token():
     active = 3 * attention + dense + 2 * (router + 3 * expert) + 61 * 24
     assert MODEL.matmul_parameters() == active
     assert MODEL.flops_per_token(0.0) == 6 * active
+    added = LoraConfig(8, targets=["down"])
+    assert added.parameters(MODEL) == 8 * (40 + 24 + 2 * 8 * (16 + 24))
+    assert added.parameters(MODEL, of_token=True) == 8 * (40 + 24 + 2 * 3 * (16 + 24))
 
 
 class Shapes:
@@ -172,11 +216,51 @@ def test_memory_is_predicted(channels, ffn, count, per_token, tokens, clamp, rou
     assert live.peak - weights <= 1.02 * part.forward(through)
 
 
-def test_lora_and_fp8_of_experts_are_refused():
-    config = cli.compose("train", ["model=tiny", "init=folder", "lora.rank=2"]).config
-    with pytest.raises(ValueError, match=r"lora\.targets=\[qkv,out,gate_up,down\]"):
+@pytest.mark.parametrize(
+    ("base", "rank", "ffn", "tokens", "clamp"),
+    [
+        (None, None, 128, 999, 7.0),  # gated in clamped formulas
+        ("nf4", 8, 448, 555, None),
+        ("nf4", None, 192, 40, None),  # the unpacked weights take most
+        (None, 8, 64, 999, None),
+    ],
+)
+def test_memory_of_frozen_experts_is_predicted(base, rank, ffn, tokens, clamp, monkeypatch):
+    replaced = ["grouped", "grouped_outer", *(["gated", "gated_backward"] if clamp is None else [])]
+    for name in replaced:
+        monkeypatch.setattr(experts, name, getattr(Shapes, name))
+    sizes = {"channels": 256, "heads": 4, "ffn": ffn}
+    part = replace(MODEL, **sizes, experts=ExpertsConfig(32, 4, clamp=clamp)).block(0).mlp
+    module = part.build().bfloat16().requires_grad_(False)
+    for name in ("gate_up", "down"):
+        layer = getattr(module, name)
+        layer.weight = layer.weight if base is None else packed.parameter(layer.weight)
+        setattr(module, name, layer if rank is None else LoraLinear(layer, rank, 1.0))
+    x = torch.randn(tokens, 256, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x)
+    of_pass = {"is_fused": True, "adapted": ("qkv",) if rank is None else ("gate_up", "down")}
+    # Unpacking is one operation here, without the codes that it copies on a GPU
+    through = Pass(tokens, tokens, "none", 2, 0, 0, 0, **of_pass, unpacked=2 if base else 0)
+    with LiveMemory() as live, torch.no_grad():
+        module(x)
+    assert live.peak == pytest.approx(part.forward(through), rel=0.05)
+    with LiveMemory() as live:
+        y = module(x)
+        held = sum(live.held.values())
+        assert held - y.nbytes == pytest.approx(part.saved(through), rel=0.02)
+        live.peak = 0
+        y.backward(dy)
+    # The planner adds gradients of A and B
+    added = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    assert live.peak - held == pytest.approx(part.backward(through) + added, rel=0.05)
+
+
+def test_odd_ranks_and_fp8_of_experts_are_refused():
+    config = cli.compose("train", ["model=tiny", "init=folder", "lora.rank=12"]).config
+    with pytest.raises(ValueError, match=r"lora\.rank=12: experts take a multiple of 8"):
         config.check_model(MODEL)
     of_attention = replace(config, lora=replace(config.lora, targets=["qkv"]))
     of_attention.check_model(MODEL)
+    replace(config, lora=replace(config.lora, rank=8)).check_model(MODEL)
     with pytest.raises(ValueError, match=r"precision=fp8: .*model\.experts\.count=8"):
         replace(of_attention, precision="fp8").check_model(MODEL)

@@ -37,9 +37,8 @@ def weight(rows: int, columns: int) -> Tensor:
 def with_base(memory: str = "fast", **sizes: Any) -> GPT:
     """Return a model with LoRA on a base in nf4; the additions are not zero."""
     torch.manual_seed(0)
-    dense = [] if "experts" in sizes else ["gate_up", "down"]
-    added = LoraConfig(rank=3, base="nf4", targets=["qkv", "out", *dense])
-    model = lora.add(GPT(GPTConfig.of_saved(SIZES | sizes), "flash", FEW[memory]), added)
+    model = GPT(GPTConfig.of_saved(SIZES | sizes), "flash", FEW[memory])
+    lora.add(model, LoraConfig(rank=3, base="nf4"))
     torch.manual_seed(1)
     for layer in lora.layers(model):
         torch.nn.init.normal_(layer.lora_a, std=0.1)

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, MinistralConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from longctx.hf.export import export
+from longctx.hf.export import export, export_adapter
 from longctx.hf.model_folder import pretrained, read_config
-from longctx.spec.model_config import GPTConfig
+from longctx.model import lora
+from longctx.spec.model_config import GPTConfig, LoraConfig
 from tests.hf.families.parity import OLD, SMALL, check_computation, reference, write_tokenizer
 from tests.hf.families.test_families import family_tests
 
@@ -128,3 +130,33 @@ def test_layers_that_predict_further_are_left_out(tmp_path):
     save_file(load_file(file) | {"model.norm.bias": torch.zeros(2, 4)}, file)
     with pytest.raises(ValueError, match=r"model\.norm\.bias has no place"):
         pretrained(tmp_path)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        ("mixtral", ["qkv", "gate_up", "down"]),
+        ("gpt_oss", ["out", "gate_up", "down"]),
+        ("gpt_oss", ["qkv", "down"]),
+        ("glm4_moe", ["gate_up"]),  # with a dense layer, and experts for every token
+    ],
+)
+def test_adapters_of_experts_compute_the_same_in_peft(kind, targets, tmp_path):
+    theirs = reference(family_tests(kind)().config(0))
+    theirs.save_pretrained(tmp_path / "in")
+    config = LoraConfig(8, scaling=0.7, targets=targets)
+    model = lora.add(pretrained(tmp_path / "in"), config)
+    tokens = torch.randint(301, (1, 50))
+    before = model(tokens)
+    for layer in lora.layers(model):
+        torch.nn.init.normal_(layer.lora_b, std=0.1)
+    assert sum(layer.lora_a.numel() + layer.lora_b.numel() for layer in lora.layers(model)) == (
+        config.parameters(model.config)
+    )
+    expected = model(tokens)
+    assert (expected - before).abs().max() > 0.01 * before.abs().max()
+    export_adapter(model, config, str(tmp_path / "in"), tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "in")
+    found = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert (found(tokens).logits - expected).abs().max() < 1e-5 * expected.abs().max()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from longctx.data import tokenizer as bpe
 from tests.training.sample_run import Overrides, Trained
@@ -24,11 +24,14 @@ def folder(model_folder: Path, tmp_path: Path) -> Path:
     return shutil.copytree(model_folder, tmp_path / "models" / model_folder.name)
 
 
-def saved_model(tmp_path: Path, corpus: Path, dtype: torch.dtype, **sizes: int) -> Path:
+def saved_model(
+    tmp_path: Path, corpus: Path, dtype: torch.dtype, kind: str = "llama", **sizes: int
+) -> Path:
     """The folder of a model for 96 tokens in `dtype`, with a tokenizer of the corpus."""
     folder = tmp_path / "models" / "Small-1.5"
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        kind,
         vocab_size=320,
         max_position_embeddings=96,
         num_hidden_layers=2,
@@ -37,7 +40,7 @@ def saved_model(tmp_path: Path, corpus: Path, dtype: torch.dtype, **sizes: int) 
         dtype=str(dtype).removeprefix("torch."),
         **sizes,
     )
-    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder)
     texts = [file.read_text() for file in sorted(corpus.iterdir())]
     bpe.train(texts, 310).save(folder / "tokenizer.json")
     return folder

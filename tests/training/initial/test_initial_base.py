@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +61,30 @@ def test_it_is_exported_as_it_was_trained(by, packs, tuned, folder, tmp_path, ca
     trained, _ = longctx.load(run, "cpu")
     theirs = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
     torch.testing.assert_close(trained(TOKENS), theirs(TOKENS).logits, rtol=0.05, atol=0.02)
+
+
+def test_experts_learn_on_it_and_resume_to_the_bit(tuned, corpus, tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_local_experts": 4}
+    of_init = {"kind": "gpt_oss", **sizes, "num_experts_per_tok": 2}
+    folder = saved_model(tmp_path / "experts", corpus, torch.bfloat16, **of_init)
+    steps = {"init": folder, "lora__rank": 8, "lr": 0.01, "max_steps": 4, "checkpoint_every": 2}
+    run, adapter = tuned("run", lora__base="nf4", **steps), tmp_path / "adapter"
+    assert validated(run)[-1] < validated(run)[0]
+    check_resumes_exactly(run)
+    assert cli.main(["export", str(run), str(adapter), "adapter=true"]) == 0
+    assert cli.main(["export", str(run), str(tmp_path / "merged")]) == 0
+    trained, _ = longctx.load(run, "cpu", "fp32")
+
+    def off(theirs: Any) -> float:
+        want = trained(TOKENS)
+        return float((theirs(TOKENS).logits - want).norm() / want.norm())
+
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    before = off(base)
+    # Its base is not packed
+    assert off(PeftModel.from_pretrained(base, adapter)) < 0.2 < 0.5 < before
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert off(merged) < 0.01
 
 
 def test_a_run_begins_with_one_that_has_it(tuned):
