@@ -25,7 +25,7 @@ from torch import Tensor
 from longctx import plugins
 from longctx.attention import Attention, Mask, registered
 from longctx.attention.context_parallel import Context
-from longctx.attention.description import DESCRIPTIONS
+from longctx.attention.description import DESCRIPTIONS, SCORES, AttentionConfig
 from longctx.config.fields import refuse
 from longctx.config.layout_config import MemoryConfig
 from longctx.hf.model_folder import read_config
@@ -55,6 +55,12 @@ class Trial:
     mixer: str
     backend: str
     device: str
+    score: str = "none"
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The backend, and its score function if there is one."""
+        return AttentionConfig(self.backend, {} if self.score == "none" else {"score": self.score})
 
     @property
     def rounding(self) -> float:
@@ -68,7 +74,7 @@ class Trial:
         """Return a model with random weights, the same each time."""
         torch.manual_seed(0)
         config = GPTConfig(layers=2, mixer=[self.mixer], init_std=0.1, **SIZES | sizes)
-        return GPT(config, self.backend, memory).to(self.device)
+        return GPT(config, self.attention, memory).to(self.device)
 
     def inputs(self, rows: int, tokens: int = sum(LENGTHS), size: int = 64) -> Tensor:
         """Return random inputs of a layer, the same each time."""
@@ -88,7 +94,7 @@ class Trial:
         is_mixer = isinstance(layer, Mixer)
         compute = layer.naive if naive and is_mixer else layer
         if naive and not is_mixer:
-            layer.attend = Attention("naive")
+            layer.attend = Attention("naive", self.attention.options)
         x = x.detach().requires_grad_()
         with self.autocast(not naive):
             out = compute(*layer.project(x, *angles), model.masks(mask, shards, rows)[0])
@@ -130,7 +136,7 @@ def devices(trial: Trial) -> Found:
     """Compare a step of two processes, which share sequences, with one, on the CPU."""
     if trial.mixer != SOFTMAX and class_of(trial.mixer).share != "heads":
         return 'it has no share = "heads", so context=N is refused'
-    if not DESCRIPTIONS[trial.backend].exact:
+    if trial.attention.variant:
         return "attention is not exact, so context=N is refused"
     children = []
     with tempfile.TemporaryDirectory() as folder:
@@ -268,8 +274,8 @@ CHECKS: dict[str, Callable[[Trial], Found]] = {
 
 
 def check(name: str) -> int:
-    """Print a line for each check of `name`: a plugin, a mixer, an attention backend, or the folder
-    of a model that transformers computes. Return 1 if one fails.
+    """Print a line for each check of `name`: a plugin, a mixer, a score function, an attention
+    backend, or the folder of a model that transformers computes. Return 1 if one fails.
     """
     if Path(name).is_dir():
         config = read_config(name)
@@ -284,11 +290,21 @@ def check(name: str) -> int:
         classes = {mixer: x for mixer, x in MIXERS.items() if x is not None}
         names = {mixer for mixer, x in classes.items() if inspect.getfile(x) == str(path)}
         names |= {x for x, backend in registered().items() if backend.source() == path}
+        names |= {score for score, (*_, file) in SCORES.items() if file == str(path)}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trials = [Trial(mixer, "flash", device) for mixer in MIXERS if mixer in names - {SOFTMAX}]
     trials += [Trial(SOFTMAX, backend, device) for backend in DESCRIPTIONS if backend in names]
-    refuse((not trials, f"{name}: no mixer or attention backend, nor a file that registers one"))
-    return int(not all([passes(trial, *check) for trial in trials for check in CHECKS.items()]))
+    compiled = "flex" if device == "cuda" else "naive"
+    trials += [Trial(SOFTMAX, compiled, device, score) for score in SCORES if score in names]
+    kinds = "mixer, score function or attention backend"
+    refuse((not trials, f"{name}: no {kinds}, nor a file that registers one"))
+    answers = []
+    for trial in trials:
+        own = (trial.score, trial.mixer, trial.backend)
+        if len(trials) > 1:
+            print(next(name for name in own if name not in ("none", SOFTMAX)))
+        answers += [passes(trial, *check) for check in CHECKS.items()]
+    return int(not all(answers))
 
 
 def passes(trial: Trial, title: str, check: Callable[[Trial], Found]) -> bool:

@@ -6,10 +6,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from longctx import cli
+from longctx.attention.description import SCORES
 from longctx.hf import check
 from longctx.model.mixer import Batch, Mixer
 from longctx.model.mixers.description import MIXERS, register
 from tests.processes import finished
+from tests.test_docs import blocks
 
 
 class Sound(Mixer):
@@ -97,6 +99,19 @@ def test_every_check_of_a_cpu_passes_for_gdn(tmp_path):
     assert process.returncode == 0, process.stdout + process.stderr
     words = [line.split()[0] for line in process.stdout.splitlines()]
     assert words.count("ok") == len(check.CHECKS) - 2 and words.count("skipped") == 2
+
+
+def test_score_functions_of_a_file_are_checked(tmp_path, capsys):
+    code = next(code for code in blocks("extend.md", "python") if "def alibi" in code)
+    (tmp_path / "my_scores.py").write_text(code)
+    try:
+        assert check.check(str(tmp_path / "my_scores.py")) == 0
+    finally:
+        for name in [name for name in SCORES if name != "none"]:
+            del SCORES[name]
+    lines = capsys.readouterr().out.splitlines()
+    assert [lines[0], lines[len(check.CHECKS) + 1]] == ["alibi", "first_and_last"]
+    assert sum(line.startswith("ok") for line in lines) == 2 * (len(check.CHECKS) - 3)
 
 
 def test_what_is_no_mixer_is_refused(refused, tmp_path):
