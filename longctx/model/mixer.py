@@ -83,12 +83,14 @@ class Mixer(nn.Module):
         dimension 2 of all `tensors` and of `out`, and `batch.own_heads` of weights; None: refused
     names: weight → its tensor, or tensors, in a layer of a Hugging Face folder, for a family
     attends: how often it calls softmax attention, of the model's heads, for each token
+    reads_input: True if `finish` takes x
     """
 
     options: ClassVar[Mapping[str, Any]] = {}
     share: ClassVar[str | None] = None
     names: ClassVar[Mapping[str, Any]] = {}
     attends: ClassVar[int] = 0
+    reads_input: Any = False
 
     def __init__(self, part: MixerSpec, backend: AttentionConfig) -> None:
         super().__init__()
@@ -146,8 +148,6 @@ class Mixer(nn.Module):
         """Do as `forward`, by the formula."""
         raise NotImplementedError(f"{type(self).__name__} has no naive")
 
-    reads_input = False  # True if `finish` takes x
-
     def finish(self, out: Tensor, x: Tensor | None) -> Tensor:
         """Return the branch (B, T, C) of the output of `forward`, and of the normed input x."""
         return out
@@ -174,6 +174,7 @@ class Mixer(nn.Module):
         def __getattr__(self, name: str) -> Any: ...
 
     def __call__(self, *arguments: Any) -> Tensor:
+        """Call `forward`, with the heads of this rank if ranks share sequences."""
         *tensors, batch = arguments
         if batch.ranks.count == 1:
             return super().__call__(*arguments)

@@ -161,7 +161,8 @@ def of_score(part: AttentionSpec, p: Pass) -> int:
 def attention_workspace(part: AttentionSpec, p: Pass) -> float:
     """Return the bytes that attention's backward takes besides its inputs and outputs."""
     if isinstance(part, MixerSpec):
-        return attention_workspace(part.softmax, p) if part.attends else 0
+        whole = p._replace(head_parts=1, in_groups=False)
+        return attention_workspace(part.softmax, whole) if part.attends else 0
     if p.in_groups:
         # As of all heads and fewer tokens
         fewer = p._replace(tokens=p.tokens // p.head_parts, head_parts=1, in_groups=False)

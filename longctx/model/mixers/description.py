@@ -26,18 +26,16 @@ MIXERS: dict[str, Any] = dict.fromkeys((SOFTMAX, *sorted(FILES - {Path(__file__)
 
 
 class Cost(NamedTuple):
-    """What a mixer takes next to its matrices; bytes, but for the state, are of each token.
+    """What a mixer takes next to its matrices, for each token.
 
-    flops: of a token's forward
+    flops: of forward
     saved: bytes that forward leaves for backward, besides the layer's input
     backward: bytes alive in backward, besides those
-    state: bytes of what decoding keeps of a text, however long it is
     """
 
     flops: float = 0.0
     saved: float = 0.0
     backward: float = 0.0
-    state: float = 0.0
 
 
 def register(name: str, mixer: Any) -> None:

@@ -95,7 +95,7 @@ class GatedDelta(Mixer):
         flops = heads * 4 * CHUNK * per_head + 1.5 * state + 2 * TAPS * channels
         # q, k, v before and after the convolution, q and k normed, T, rates, the output; g and β
         saved = e * (2 * channels + 2 * width + heads * (CHUNK + 2) + values) + 8 * heads
-        return Cost(flops, saved, e * (3 * channels + 2 * values) + 2 * state / CHUNK, state)
+        return Cost(flops, saved, e * (3 * channels + 2 * values) + 2 * state / CHUNK)
 
     @classmethod
     def width(cls, spec: MixerSpec) -> int:
