@@ -50,9 +50,6 @@ class Flash(Backend):
             )
         name = implementation(*shape, kernel)
         own = IMPLEMENTATIONS[name]
-        if missing := request.scores - own.scores:
-            parts = " and ".join(sorted(missing))
-            return f"its kernel {name} has no {parts}; use attention.options.kernel=portable"
         if name == "torch-tiled":
             return None
         if request.device.type == "cpu" and request.dtype == torch.bfloat16:

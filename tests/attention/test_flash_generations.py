@@ -76,18 +76,16 @@ def test_rule_with_sinks(case, options, head_dim, dtype):
     rule.check(replace(case, D=head_dim), "flash", dtype, sinks=sinks, **options)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", AMPERE_SIZES)
-@pytest.mark.parametrize("options", AMPERE, indirect=True)
+@pytest.mark.parametrize(("options", "head_dim", "dtype"), RULE, indirect=["options"], ids=str)
 @pytest.mark.parametrize("case", CHANGED, ids=str)
-def test_rule_with_a_key_bias(case, options, head_dim):
+def test_rule_with_a_key_bias(case, options, head_dim, dtype):
     """Heads that forget at once, and hardly; some biases are larger than bf16 or fp32 resolve."""
     slopes = 2.0 ** torch.arange(1.0, 1.0 - 2 * case.Hq, -2.0, device=DEVICE)
     bias = slopes[:, None] * torch.arange(case.Tk, device=DEVICE) + 2.0**18
     sinks = bias[:, case.Tk // 2]
     for changed in ({}, {"sinks": sinks, "softcap": 20.0}):
         changed |= {"key_bias": bias.expand(case.B, -1, -1)}
-        rule.check(replace(case, D=head_dim), "flash", BF16, **changed, **options)
+        rule.check(replace(case, D=head_dim), "flash", dtype, **changed, **options)
 
 
 @pytest.mark.parametrize(("options", "head_dim", "dtype"), RULE, indirect=["options"], ids=str)
@@ -214,6 +212,23 @@ def test_ordered_gives_the_same_bits(mask, window, head_dim, deterministic):
 
 @on_hopper
 @every_size
+def test_a_key_bias_of_any_level_gives_the_same_bits(head_dim):
+    """Of dq too, if it is ordered; without it of all else, since a program owns its keys."""
+    tensors = rule.inputs(Case(2, 2000, 2000, Hq=4, Hkv=2, D=head_dim), BF16)
+    rising = torch.arange(2000.0, device=DEVICE).mul(0.125).expand(1, 4, -1)
+    for is_ordered in (False, True):
+        torch.use_deterministic_algorithms(is_ordered, warn_only=True)
+        first, *others = (
+            rule.run(tensors, Mask.causal(), "flash", BF16, key_bias=rising + level)
+            for level in (0.0, 2.0**20, *[0.0] * 20)
+        )
+        for other in others:
+            same = [torch.equal(x, y) for x, y in zip(first[2:], other[2:], strict=True)]
+            assert all(same[0 if is_ordered else 1 :]) and torch.equal(first[0], other[0])
+
+
+@on_hopper
+@every_size
 @pytest.mark.parametrize("window", [None, 1500])
 def test_ordered_ends_under_load(window, head_dim, deterministic):
     """A processor that is full all the time delays the warps of a tile that pass the turn on, until
@@ -296,16 +311,18 @@ def test_errors_where_one_key_draws_nearly_all_weight(place, score_scale, head_d
 @on_hopper
 @both_dtypes
 @every_size
-def test_relaunches_give_the_first_calls_bits(head_dim, dtype, deterministic):
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_relaunches_give_the_first_calls_bits(has_bias, head_dim, dtype, deterministic):
     """They go another way, with what the first call kept, and other tensors."""
     case = Case(2, 333, 333, Hq=4, Hkv=2, D=head_dim)
+    bias = torch.arange(333.0, device=DEVICE).div(8).expand(2, 4, -1) if has_bias else None
     mask = case.build_mask().bind(2, 333, 333, DEVICE)
     for module in (hopper_forward, hopper_backward):
         module._launches.clear()
     first = [x + 0 for x in rule.inputs(case, dtype)]
-    expected = rule.run(first, mask, "flash", dtype)
+    expected = rule.run(first, mask, "flash", dtype, key_bias=bias)
     other = [x * 2 for x in first]
-    rule.run(other, mask, "flash", dtype)
-    again = rule.run([x + 0 for x in first], mask, "flash", dtype)
+    rule.run(other, mask, "flash", dtype, key_bias=bias)
+    again = rule.run([x + 0 for x in first], mask, "flash", dtype, key_bias=bias)
     assert hopper_forward._launches and hopper_backward._launches
     assert all(torch.equal(x, y) for x, y in zip(again, expected, strict=True))

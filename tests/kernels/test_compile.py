@@ -22,20 +22,23 @@ from tests.processes import PYTHONPATH, ROOT, finished
 TUNED = ("3.6.", "3.7.")  # versions of Triton that tiles and registers were chosen with
 # in seconds; the others take half a minute and more
 FAST = ("backward 64", *(f"unpack {head_dim}" for head_dim in (64, 88, 128, 184, 256)))
+SIZES = (64, 96, 128, 192, 256)
 SLOW = (
     *("forward retry 64", "ordered backward of groups 64", "forward sinks 64", "forward sinks 128"),
     "forward short 64",
     "forward packed 64",
     *("forward softcap 64", "forward softcap 128", "ordered backward softcap of groups 64"),
+    *("forward bias sinks 64", "forward short bias 64", "backward bias softcap 128"),
+    *(f"{kernel} bias {head_dim}" for kernel in ("forward", "backward") for head_dim in SIZES),
     *(f"backward softcap {head_dim}" for head_dim in (96, 128, 192, 256)),
     *("backward 128", "backward of groups 128", "ordered backward 128"),
-    *(f"forward {head_dim}" for head_dim in (64, 96, 128, 192, 256)),
+    *(f"forward {head_dim}" for head_dim in SIZES),
     *(f"{order}backward {head_dim}" for order in ("", "ordered ") for head_dim in (96, 192, 256)),
 )
 AMPERE = ("80", "86", "120")  # have the kernels for mma.sync
 # every kernel, in few sizes: KiB of shared memory, words of compile_report.py
 EVERY = (
-    (227, "90", "hopper", "sinks 64", "ordered 96", "ordered 192", "256"),
+    (227, "90", "hopper", "sinks 64", "ordered 96", "ordered bias 192", "bias 256"),
     (163, "80", "attention", "64", "96", "256"),
     (227, "90", "elementwise"),
 )
@@ -78,7 +81,8 @@ def test_hopper_products_stay_asynchronous(kernels):
     warnings = {name: report["warnings"] for name, report in reports.items()}
     assert not any(warnings.values()), f"C7512: ptxas serializes the products: {warnings}"
     few = {"ordered backward 192": 16, "forward sinks 128": 4, "forward softcap 128": 4}
-    few["backward softcap 192"] = 24
+    few |= {"backward softcap 192": 24, "backward bias softcap 128": 20, "backward bias 192": 28}
+    few |= {"forward bias 128": 4, "forward bias 256": 4, "backward bias 64": 8}
     check_fits(reports, 227, lambda name: max(few[x] if x in name else 0 for x in few))
 
 

@@ -58,7 +58,7 @@ class Saved(NamedTuple):
 class Scores(NamedTuple):
     """How the product of a query and a key becomes a logit of the softmax, and what joins it.
 
-    A new part is a field here, a line in naive and one in each kernel that has it. The others
+    A new part is a field here, a line in naive and one in each kernel of flash. Other backends
     refuse it, since their description does not name it.
     """
 
@@ -105,7 +105,6 @@ class Implementation(NamedTuple):
     generations: Container[int] | None = None  # of those of NVIDIA, 8 for sm_8x; None: any device
     chosen_on: Container[int] = ()  # generations for which kernel=auto takes it
     itemsizes: tuple[int, ...] = (2, 4)  # bytes of an element
-    scores: frozenset[str] = ALL_SCORES  # the parts of `Scores` it computes
     is_ordered: bool = True  # dq, too, has the same bits in every run
     sums_dq: bool = False  # in fp32, in memory of its own
 
@@ -137,7 +136,6 @@ _HOPPER = Implementation(
     generations=(9,),
     chosen_on=(9,),
     itemsizes=(2,),
-    scores=frozenset({"softcap", "sinks"}),
     is_ordered=False,
     sums_dq=True,
 )

@@ -58,16 +58,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longctx.kernels.attention import Gradients, Intervals, Saved, Scores, hopper_size
 from longctx.kernels.attention.hopper_backward_192 import backward_192_kernel
 from longctx.kernels.attention.hopper_backward_256 import backward_256_kernel
 from longctx.kernels.attention.hopper_order import (
+    BIAS_ROWS,
     Q_DO_EMPTY,
     Buffers,
     TileSchedule,
     barriers,
+    bias_of_keys,
     consumer_walk,
     directions,
     key_tile,
@@ -87,7 +88,9 @@ from longctx.kernels.attention.hopper_primitives import (
     descriptor,
     exponents,
     finished,
+    map_of_rows,
     mask_scores,
+    of_bias,
     part_buffers,
     pop,
     register_order,
@@ -99,11 +102,13 @@ from longctx.kernels.attention.hopper_primitives import (
     start_sum,
     store_parts,
     tma_add,
+    unpacked_product,
     zero_parts,
     zero_product,
 )
 from longctx.kernels.attention.launch import multiprocessors
 from longctx.kernels.attention.portable import (
+    LOG2E,
     batch_stride,
     heads_in_l2,
     padded_rows,
@@ -277,9 +282,9 @@ def step(
     buffers, dss, dq_part,
     m0, output_empty, loaded,
     it, count, zero, x, more,
-    qfirst_j, qlast_j, last_first, first_last, scale_log2, cap,
+    qfirst_j, qlast_j, last_first, first_last, scale_log2, cap, key_bias,
     PARTS: gl.constexpr, BM: gl.constexpr, ONE_IF: gl.constexpr, PINGPONG: gl.constexpr,
-    FIRST: gl.constexpr, C: gl.constexpr,
+    HAS_BIAS: gl.constexpr, FIRST: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Take step x of a walk, one tile of queries: return the next tile's scores, and dk, dv.
 
@@ -303,6 +308,9 @@ def step(
     k_at = count % loaded.k_full.shape[0] + (it & zero)
     if PARTS == 1:
         v_own = at_index(vs, 2 * (count % loaded.v_full.shape[0]) + C + (it & zero))
+    if HAS_BIAS:
+        key_bias += C * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
+        bias_j = gl.load(key_bias)[:, None]
 
     # mask, if some query of the tile does not see all keys
     HIDDEN: gl.constexpr = float("-inf") if cap is None else HIDDEN_TANH
@@ -314,11 +322,16 @@ def step(
     # dp = v·doᵀ in flight, p = exp(s - lse)
     mbarrier.wait(loaded.do_full.index(now), (it >> 1) & 1)
     dp_async = start_scores(v_own, dos, now, zeros)
-    p = gl.exp2(s * scale_log2 - lses.index(now).load(s_layout))
+    lse_i = lses.index(now).load(s_layout)
+    if HAS_BIAS:
+        lse_i -= (bias_j - lses.index(2 + now).load(s_layout)) * LOG2E
+    p = gl.exp2(s * scale_log2 - lse_i)
     if cap is not None:
         # before the branch below, across which s would take registers
         p16 = gl.convert_layout(p.to(dtype), p_layout)
         p *= 1.0 - s * s
+        if HAS_BIAS:  # for fewer registers
+            p = p.to(dtype)
     if not FIRST:
         signal_writer(x > 1, C)
 
@@ -327,7 +340,12 @@ def step(
         p16 = gl.convert_layout(p.to(dtype), p_layout)
     dv_async = start_sum(p16, dos, now, dv)
     dp = warpgroup_mma_wait(PARTS, deps=(dp_async,))
-    ds = (p * (dp - deltas.index(now).load(s_layout))).to(dtype)
+    dp -= deltas.index(now).load(s_layout)
+    ds = (p * dp if cap is None or not HAS_BIAS else unpacked_product(p, dp)).to(dtype)
+    if HAS_BIAS:
+        # capped, p has the slope of tanh
+        gradient = p * dp if cap is None else unpacked_product(gl.convert_layout(p16, s_layout), dp)
+        gl.atomic_add(key_bias + 2 * KEYS, gl.sum(gradient, axis=1), sem="relaxed")
     dk_async = start_sum(gl.convert_layout(ds, p_layout), qs, now, dk)
 
     # ds to shared memory, once the other consumer has used the ds before it
@@ -364,7 +382,7 @@ def step(
 def consumer(
     buffers, dss, dq_part, stages,
     loaded, output_empty, queue,
-    schedule, scale, scale_log2, cap, zero,
+    schedule, key_bias, scale, scale_log2, cap, zero,
     GROUP: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -380,7 +398,8 @@ def consumer(
     V_SLOTS: gl.constexpr = v_full.shape[0]
     OUTPUT_IN_DS: gl.constexpr = BM >= 2 * D  # see output_buffers
     # slower at 64 channels, but takes fewer registers
-    ONE_IF: gl.constexpr = D > 64 or (ORDERED and GROUP > 1)
+    HAS_BIAS: gl.constexpr = key_bias is not None
+    ONE_IF: gl.constexpr = D > 64 or HAS_BIAS or (ORDERED and GROUP > 1)
     PINGPONG: gl.constexpr = D > 64
     if PINGPONG and C == 1:
         bar_arrive(TURN, 256)
@@ -393,6 +412,7 @@ def consumer(
     while t >= 0:
         dk = zero_parts(qs)
         dv = zero_parts(qs)
+        own_rows, stride = bias_of_keys(key_bias, t, schedule, GROUP, BM, BN, ORDERED)
         k_slot, v_slot = count % K_SLOTS, count % V_SLOTS
         steps = n * GROUP
         wait_keys(k_full, count)
@@ -420,8 +440,8 @@ def consumer(
                 buffers, dss, dq_part,
                 m0, output_empty, loaded,
                 it, count, zero, 0, steps > 1,
-                qfirst_j, qlast_j, last_first, first_last, scale_log2, cap,
-                PARTS, BM, ONE_IF, PINGPONG, True, C,
+                qfirst_j, qlast_j, last_first, first_last, scale_log2, cap, own_rows,
+                PARTS, BM, ONE_IF, PINGPONG, HAS_BIAS, True, C,
             )  # fmt: skip
             it += 1
             for x in range(1, steps):
@@ -433,7 +453,8 @@ def consumer(
                     m0, output_empty, loaded,
                     it, count, zero, x, x + 1 < steps,
                     qfirst_j, qlast_j, last_first, first_last, scale_log2, cap,
-                    PARTS, BM, ONE_IF, PINGPONG, False, C,
+                    own_rows + x % GROUP * stride,
+                    PARTS, BM, ONE_IF, PINGPONG, HAS_BIAS, False, C,
                 )  # fmt: skip
                 it += 1
             signal_writer(steps > 1, C)
@@ -479,10 +500,10 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["Tq", "Tk", "Hq", "tiles", "heads", "l2_heads", "zero"])
 def backward_kernel(
-    lse2, delta,
+    lse2, delta, references,
     q, k, v, do, dk, dv, dq,
     q1, k1, v1, do1, dk1, dv1, dq1,
-    semaphores, counter, qfirst, qlast, stride_ib, scale, scale_log2, cap,
+    semaphores, counter, qfirst, qlast, key_bias, stride_ib, scale, scale_log2, cap,
     Tq, Tk, Hq, tiles, heads, l2_heads, zero,
     q_shared: gl.constexpr, k_shared: gl.constexpr, v_shared: gl.constexpr,
     ds_shared: gl.constexpr, row_shared: gl.constexpr,
@@ -493,7 +514,8 @@ def backward_kernel(
 ):  # fmt: skip
     """Compute dk, dv (B, Tk, Hkv, D) and, added to the zeros in dq, dq without the scale.
 
-    The first sixteen are tensor maps; names with 1, for the last D1 channels, are None if D1 is 0.
+    The first seventeen are tensor maps; names with 1, for the last D1 channels, are None if D1 is
+    0. So are references and key_bias, see `of_bias`, without a key bias.
     dq: fp32, for each head and tile of queries 32 rows of 256, 16 from each consumer (see
     `register_order`); if D1 is 32, 8 of 24 from the second. `counter`: 0. `semaphores`, ordered: an
     int32, 0, for each consumer's part of a tile of dq.
@@ -505,8 +527,10 @@ def backward_kernel(
     qs = part_buffers(dtype, 2, BM, D0, q_shared, D1, q1_shared)
     dos = part_buffers(dtype, 2, BM, D0, q_shared, D1, q1_shared)
     ks = part_buffers(dtype, K_SLOTS, BN, D0, k_shared, D1, k1_shared)
-    vs = part_buffers(dtype, 2 * V_SLOTS, KEYS, D0, v_shared, D1, v1_shared)
-    lses = gl.allocate_shared_memory(gl.float32, [2, 1, BM], row_shared)
+    # at 64 channels references take the memory of a second v
+    OF_V: gl.constexpr = V_SLOTS if references is None or D > 64 else 1
+    vs = part_buffers(dtype, 2 * OF_V, KEYS, D0, v_shared, D1, v1_shared)
+    lses = gl.allocate_shared_memory(gl.float32, [2 if key_bias is None else 4, 1, BM], row_shared)
     deltas = gl.allocate_shared_memory(gl.float32, [2, 1, BM], row_shared)
     dss = gl.allocate_shared_memory(dtype, [2, BN, BM], ds_shared)
     dq_parts = gl.allocate_shared_memory(gl.float32, [2, 16, 256], row_shared)
@@ -528,7 +552,7 @@ def backward_kernel(
         dq_part, dq_maps = (dq_part[0], dq_part1), (dq, dq1)
     # consumers and writers pop the queue
     buffers = Buffers(qs, ks, vs, dos, lses, deltas)
-    loaded, queue = barriers(4, K_SLOTS, V_SLOTS)
+    loaded, queue = barriers(4, K_SLOTS, OF_V)
     output_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(output_empty.index(i), count=1)
@@ -540,11 +564,11 @@ def backward_kernel(
         (consumer, (
             buffers, dss, dq_part[c], stages,
             loaded, output_empty.index(c), queue,
-            schedule, scale, scale_log2, cap, zero,
+            schedule, key_bias, scale, scale_log2, cap, zero,
             GROUP, D, PARTS, BM, BN, ORDERED, DIRECTIONS, c,
         )) if c < 2 else (producer, (
             (q, q1)[:PARTS], (k, k1)[:PARTS], (v, v1)[:PARTS], (do, do1)[:PARTS], lse2, delta,
-            buffers, loaded, queue,
+            references, buffers, loaded, queue,
             counter, schedule,
             GROUP, D, BM, BN, ORDERED, DIRECTIONS,
         )) if c == 2 else (writer, (
@@ -596,7 +620,7 @@ def unpack_kernel(sums, out, scale, T, H, D: tl.constexpr, PAD: tl.constexpr, BM
 
 
 def constants_of(
-    c: BackwardConfig | None, size: int, group: int, dtype: gl.dtype, ordered: bool
+    config: BackwardConfig | None, size: int, group: int, dtype: gl.dtype, ordered: bool
 ) -> dict[str, Any]:
     """The constants of `backward_kernel`, or without a config of a larger one, for heads of `size`
     channels, `group` of which share k and v.
@@ -608,7 +632,7 @@ def constants_of(
         ORDERED=ordered,
         DIRECTIONS=directions(size, group, ordered),
     )
-    if c is None:
+    if config is None:
         large = LARGE[size]
         return dict(
             **common,
@@ -618,15 +642,15 @@ def constants_of(
     width, rest = split(size)
     layouts = {
         f"{x}{part}_shared": shared_layout((n, channels), dtype) if channels else None
-        for x, n in (("q", c.BM), ("k", c.BN), ("v", 64))
+        for x, n in (("q", config.BM), ("k", config.BN), ("v", 64))
         for part, channels in (("", width), ("1", rest))
     }
     return dict(
         **common,
         **layouts,
-        ds_shared=shared_layout((c.BN, c.BM), dtype),
+        ds_shared=shared_layout((config.BN, config.BM), dtype),
         D1=rest,
-        **{name.upper(): value for name, value in c._asdict().items()},
+        **{name.upper(): value for name, value in config._asdict().items()},
     )
 
 
@@ -656,8 +680,8 @@ def backward(
     scores: Scores,
     ordered: bool = False,
 ) -> Gradients:
-    """Return dq, dk, dv, contiguous, and dsinks; `ordered`: all have the same bits every time."""
-    scale, softcap, sinks, _ = scores
+    """Return `Gradients`, contiguous; `ordered`: all have the same bits every time."""
+    scale, softcap, sinks, key_bias = scores
     q, k, v, out, lse = saved
     device = q.get_device()
     if device != torch.cuda.current_device():
@@ -673,7 +697,7 @@ def backward(
         *(q.shape, k.shape, v.shape),
         *(q.stride(), k.stride(), v.stride(), do.stride(), out.stride()),
         *(q.dtype, k.dtype, v.dtype, do.dtype, device, scale, softcap, ordered),
-        *(dlse is None, sinks is None),
+        *(dlse is None, sinks is None, key_bias is None),
         *(intervals.first.stride(), intervals.qfirst.shape, intervals.qfirst.stride()),
         *[at % 16 for at in ends],
         *(out_at % 16, *[at % 16 for at in others_at]),
@@ -692,20 +716,25 @@ def backward(
     # addresses in the buffer, whose parts `BackwardLaunches` lists
     end, lse2_at, dq_at = at + 4 * sums, at + 4 * zeroed, dq.data_ptr()
     delta_at = lse2_at + 4 * rows
-    preprocess(stream, (), *given, given[2], lse2_at, delta_at, delta_at + 4 * rows)
+    tile = config or LARGE[launches.size]
+    biases = of_bias(scores, intervals, lse, tile.BN, BIAS_ROWS.value)
+    references_at, *bias_at = [x.data_ptr() for x in biases] or given[2:3]
+    preprocess(stream, (), *given, references_at, lse2_at, delta_at, delta_at + 4 * rows)
+    row_maps = (lse2_at, delta_at, references_at)[: 2 + len(bias_at)]
     mapped = q_at, k_at, v_at, do_at, dk.data_ptr(), dv.data_ptr()
     semaphore = end + 16 if ordered else end
     if config is None:
         large = LARGE[launches.size]
         ends = ends[-large.intervals :]
         if large.maps_sums:
-            main(stream, (lse2_at, delta_at, *mapped, at), semaphore, end, *ends)
+            main(stream, (*row_maps, *mapped, at), semaphore, end, *ends, *bias_at)
         else:
-            main(stream, (lse2_at, delta_at, *mapped), at, semaphore, end, *ends)
+            main(stream, (*row_maps, *mapped), at, semaphore, end, *ends, *bias_at)
     else:
-        main(stream, (lse2_at, delta_at, *((*mapped, at) * parts)), semaphore, end, *ends[2:])
+        mapped = (*mapped, at) * parts
+        main(stream, (*row_maps, *mapped), semaphore, end, *ends[2:], *bias_at)
     unpack(stream, (), at, dq_at)
-    return Gradients(dq, dk, dv, _dsinks(buffer[zeroed + 2 * rows :], sinks))
+    return Gradients(dq, dk, dv, *_learned(buffer[zeroed + 2 * rows :], sinks, biases, k))
 
 
 def _first_backward(
@@ -727,8 +756,8 @@ def _first_backward(
     B, Tq, Hq, D = q.shape
     size = hopper_size(D)
     # larger heads have a kernel without a choice of tiles
-    c = CONFIGS.get(size)
-    BM = (c or LARGE[size]).BM
+    config = CONFIGS.get(size)
+    BM = (config or LARGE[size]).BM
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     # one buffer: sums of dq, counter, semaphores, lse2, delta, parts of dsinks
     dq_tiles = B * Hq * triton.cdiv(Tq, BM)
@@ -741,8 +770,9 @@ def _first_backward(
     sums = buffer[:zeroed].zero_()
     lse2, delta = buffer[zeroed:after].view(2, *rows).unbind()
     # delta, then dk, dv and the sums, then dq
-    before = preprocess_into(lse2, delta, buffer[after:], do, dlse, out, lse, sinks)
-    tensors = Mapped(q, k, v, do, dk, dv, lse2, delta, sums)
+    biases = of_bias(scores, intervals, lse, (config or LARGE[size]).BN, BIAS_ROWS.value)
+    before = preprocess_into(lse2, delta, buffer[after:], do, dlse, out, lse, sinks, *biases[:1])
+    tensors = Mapped(q, k, v, do, dk, dv, lse2, delta, sums, biases)
     main = _first_launch(tensors, count, intervals, scores, size, ordered)
     constants = dict(D=D, PAD=size, BM=BM)
     given = (sums, dq), (scores.scale, Tq, Hq), constants
@@ -750,21 +780,20 @@ def _first_backward(
     assert before is not None and unpack is not None, "Gluon has no interpreter"
     parts = 2 if size == 96 else 1
     sizes = parts, count, zeroed, rows.numel(), sink_sums
-    launches = BackwardLaunches(size, c, *sizes, before, main, unpack)
+    launches = BackwardLaunches(size, config, *sizes, before, main, unpack)
     if len(_launches) >= LAUNCHES:
         _launches.clear()
     _launches[key] = launches
-    return Gradients(dq, dk, dv, _dsinks(buffer[after:], sinks))
+    return Gradients(dq, dk, dv, *_learned(buffer[after:], sinks, biases, k))
 
 
-def _dsinks(parts: Tensor, sinks: Tensor | None) -> Tensor | None:
-    """Return the gradient of the sinks (Hq,) from `sink_parts`, if there are sinks."""
-    return None if sinks is None else parts.view(len(sinks), -1).sum(1)
-
-
-def sums_map(sums: Tensor, count: int, rows: int) -> TensorDescriptor:
-    """Return the tensor map of `rows` of the first `count` sums of dq, 256 in each."""
-    return TensorDescriptor(sums, [count // 256, 256], [256, 1], [rows, 256], ROW_LAYOUT)
+def _learned(
+    sink_sums: Tensor, sinks: Tensor | None, biases: list[Tensor], k: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of sinks (Hq,), from `sink_parts`, and of the key bias, if any."""
+    dsinks = None if sinks is None else sink_sums.view(len(sinks), -1).sum(1)
+    of_keys = [x[..., 1:, :].sum(3).flatten(2)[..., : k.shape[1]] for x in biases[1:]]
+    return dsinks, of_keys[0].contiguous() if of_keys else None
 
 
 class Mapped(NamedTuple):
@@ -779,6 +808,7 @@ class Mapped(NamedTuple):
     lse2: Tensor
     delta: Tensor
     sums: Tensor
+    biases: list[Tensor]  # of `of_bias`
 
 
 def _first_launch(
@@ -790,19 +820,16 @@ def _first_launch(
     """
     B, Tq, Hq, _D = x.q.shape
     Tk, Hkv = x.k.shape[1:3]
-    c, group = CONFIGS.get(size), Hq // Hkv
+    config, group = CONFIGS.get(size), Hq // Hkv
     dtype = gl.bfloat16 if x.q.dtype == torch.bfloat16 else gl.float16
-    tile = c or LARGE[size]
+    tile = config or LARGE[size]
     tiles = triton.cdiv(Tk, tile.BN)
     # behind the sums: the counter, padded to 16 bytes, and the semaphores
     ints = x.sums[count:].view(torch.int32)
     pointers: tuple[Tensor, ...] = (ints[4 if ordered else 0 :], ints)
-    # tensor maps: lse2 and delta, then the operands of each part of the channels
-    lines = B * Hq, x.lse2.shape[2]
-    maps = [
-        TensorDescriptor(rows, [*lines], [lines[1], 1], [1, tile.BM], ROW_LAYOUT)
-        for rows in (x.lse2, x.delta)
-    ]
+    # tensor maps: lse2, delta, references, then the operands of each part of the channels
+    rows = x.lse2, x.delta, *x.biases[:1]
+    maps = [map_of_rows(of, B * Hq, tile.BM) for of in rows] + [None] * (3 - len(rows))
     # short walks wait for HBM: their q, do and fp32 sums of dq stay in L2, those of longer need not
     l2_heads = heads_in_l2(x.q, B * Hkv, 1, 4 * group if Tk < LONG else 2)
     scalars: tuple[int | float, ...] = (
@@ -810,7 +837,7 @@ def _first_launch(
         *(Tq, Tk, Hq, tiles, B * Hkv, l2_heads, 0),
     )
     programs = min(tiles * B * Hkv, multiprocessors(x.q.device))
-    if c is None:
+    if config is None:
         large = LARGE[size]
         rows_of_maps = (large.BM, large.box, large.box) * 2
         maps += [
@@ -818,7 +845,7 @@ def _first_launch(
         ]
         kernel, pointers = large.kernel, (*pointers, *intervals[4 - large.intervals : 4])
         if large.maps_sums:
-            maps += [sums_map(x.sums, count, 16)]
+            maps += [map_of_rows(x.sums[:count], count // 256, 256, 16)]
         else:
             pointers = (x.sums, *pointers)
         if large.intervals == 4:
@@ -826,14 +853,16 @@ def _first_launch(
     else:
         kernel, pointers = backward_kernel, (*pointers, *intervals[2:4])
         # v in one box for each consumer
-        boxes = tuple(zip(x[:6], (c.BM, c.BN, 64, c.BM, 64, 64), strict=True))
+        boxes = tuple(zip(x[:6], (config.BM, config.BN, 64, config.BM, 64, 64), strict=True))
         for width, part in zip(split(size), (16, 8), strict=True):
             if width:
                 maps += [descriptor(tensor, n, width, dtype) for tensor, n in boxes]
-                maps += [sums_map(x.sums, count, part)]
+                maps += [map_of_rows(x.sums[:count], count // 256, 256, part)]
             else:
                 maps += [None] * (len(boxes) + 1)
-    constants = constants_of(c, size, group, dtype, ordered)
+    # no pointer is None
+    pointers, scalars = (*pointers, *x.biases[1:]), scalars if x.biases else (None, *scalars)
+    constants = constants_of(config, size, group, dtype, ordered)
     again = first_launch(kernel, programs, maps, pointers, scalars, constants, num_warps=4)
     assert again is not None, "Gluon has no interpreter"
     return again

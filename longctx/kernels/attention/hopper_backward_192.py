@@ -49,6 +49,7 @@ from longctx.kernels.attention.hopper_order import (
     Buffers,
     TileSchedule,
     barriers,
+    bias_of_keys,
     key_tile,
     predecessor,
     producer,
@@ -70,6 +71,7 @@ from longctx.kernels.attention.hopper_primitives import (
     tma_add,
     zero_product,
 )
+from longctx.kernels.attention.portable import LOG2E
 
 N = gl.constexpr(64)  # queries of a tile, channels of a part
 KEYS = gl.constexpr(96)  # of a tile
@@ -154,8 +156,9 @@ def send_dq(dq, dq_part, empty, phase, always, C: gl.constexpr):
 
 @gluon.jit
 def store_p(
-    s, lse, p,
-    n0, m0, first, last, row, Tq, before, after, scale_log2, cap, slopes,
+    s, lse, references, p,
+    n0, m0, first, last, row, Tq, before, after, scale_log2, cap, slopes, key_bias,
+    HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """p = exp(s - lse), of a piece of the keys, from n0 on; capped, `slopes` are p (1 - tanh²).
 
@@ -171,16 +174,32 @@ def store_p(
         first_i = gl.load(first + row + i, mask=i < Tq, other=2147483647)
         last_i = gl.load(last + row + i, mask=i < Tq, other=-1)
         s = mask_scores(s, n0, first_i, last_i, before, after, HIDDEN)
-    x = gl.exp2(s * scale_log2 - lse.permute((1, 0)).load(layout))
+    lse_i = lse.permute((1, 0)).load(layout)
+    if HAS_BIAS:
+        key_bias += gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, layout))
+        lse_i -= (gl.load(key_bias)[None, :] - references.permute((1, 0)).load(layout)) * LOG2E
+    x = gl.exp2(s * scale_log2 - lse_i)
     if cap is not None:
         slopes.store((x * (1.0 - s * s)).to(p.dtype))
     p.store(x.to(p.dtype))
 
 
 @gluon.jit
-def store_ds(dp, delta, p, ds):
-    """ds = p (dp - delta), of a piece of the keys. Return it as an operand of dq."""
-    x = p.to(gl.float32) * (dp - delta.permute((1, 0)).load(dp.type.layout))
+def store_ds(dp, delta, p, ps, dss, slot, key_bias, cap, HAS_BIAS: gl.constexpr):
+    """ds = p (dp - delta), of a piece of the keys. Return it as an operand of dq.
+
+    With a bias each warp adds up its queries' for each key, of p in `ps`, without a slope of tanh.
+    """
+    ds = dss.index(slot)
+    x = p.to(gl.float32)
+    dp -= delta.permute((1, 0)).load(dp.type.layout)
+    x *= dp
+    if HAS_BIAS:
+        gradient = x if cap is None else ps.index(slot).load(dp.type.layout).to(gl.float32) * dp
+        gradient = gl.sum(gradient.reshape([4, N // 4, dp.shape[1]]), axis=1)
+        warp = gl.arange(0, 4, layout=gl.SliceLayout(1, gradient.type.layout))[:, None]
+        j = gl.arange(0, dp.shape[1], layout=gl.SliceLayout(0, gradient.type.layout))[None, :]
+        gl.atomic_add(key_bias + (KEYS + KEYS * warp + j), gradient, sem="relaxed")
     x = x.to(ds.dtype)
     ds.store(x)
     dq: gl.constexpr = zero_product(N).type.layout
@@ -191,10 +210,10 @@ def store_ds(dp, delta, p, ds):
 def scores_step(
     s, dv,
     ks, qs, dos, lses, pss, dss, dq_part,
-    first, last, row, m0, n0, Tq, keys_before, keys_after, scale_log2, cap,
+    first, last, row, m0, n0, Tq, keys_before, keys_after, scale_log2, cap, key_bias,
     q_full, do_full, dq_empty,
     it, zero, x, more,
-    shared: gl.constexpr,
+    shared: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Take one tile of queries in consumer 0, from its s: return the next tile's s, and dv."""
     now, after = it & 1, (it + 1) & 1
@@ -205,9 +224,9 @@ def scores_step(
             bar_sync(DS_EMPTY, 256)
     for i in gl.static_range(2):
         store_p(
-            s[i], lses.index(now), pss[i].index(slot),
+            s[i], lses.index(now), lses.index(2 + now), pss[i].index(slot),
             n0 + i * N, m0, first, last, row, Tq, keys_before, keys_after, scale_log2, cap,
-            dss[i].index(slot),
+            dss[i].index(slot), key_bias + i * N, HAS_BIAS,
         )  # fmt: skip
     fence_async_shared()
     bar_arrive(P_FULL, 256)
@@ -242,8 +261,8 @@ def gradient_step(
     dp, dk,
     ks, vs, qs, dos, deltas, pss, dss, dq_part,
     q_full, do_full, dq_empty,
-    it, zero, more, cap,
-    shared: gl.constexpr,
+    it, zero, more, cap, key_bias,
+    shared: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Take one tile of queries in consumer 1, from its dp: return the next tile's dp, and dk."""
     now, after = it & 1, (it + 1) & 1
@@ -252,9 +271,12 @@ def gradient_step(
     bar_sync(P_FULL, 256)
     ps = pss if cap is None else dss
     p0 = ps[0].index(slot).load(dp[0].type.layout)
-    p1 = ps[1].index(slot).load(dp[1].type.layout)
-    ds0 = store_ds(dp[0], deltas.index(now), p0, dss[0].index(slot))
-    ds1 = store_ds(dp[1], deltas.index(now), p1, dss[1].index(slot))
+    if not HAS_BIAS:
+        p1 = ps[1].index(slot).load(dp[1].type.layout)
+    ds0 = store_ds(dp[0], deltas.index(now), p0, pss[0], dss[0], slot, key_bias, cap, HAS_BIAS)
+    if HAS_BIAS:  # the sums before left no registers for it
+        p1 = ps[1].index(slot).load(dp[1].type.layout)
+    ds1 = store_ds(dp[1], deltas.index(now), p1, pss[1], dss[1], slot, key_bias + N, cap, HAS_BIAS)
     fence_async_shared()
     bar_arrive(DS_FULL, 256)
 
@@ -336,7 +358,7 @@ def consumer(
     out_map,
     buffers, pss, dss, dq_part,
     loaded, dq_empty, queue,
-    first, last, stride_first, schedule, scale, scale_log2, cap, zero,
+    first, last, stride_first, schedule, key_bias, scale, scale_log2, cap, zero,
     shared: gl.constexpr, GROUP: gl.constexpr,
     ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -355,6 +377,7 @@ def consumer(
         first_last = gl.load(qlast + n0)
         last_first = gl.where(n0 + KEYS > Tk, 2147483647, last_first)
 
+        own_rows, stride = bias_of_keys(key_bias, t, schedule, GROUP, N, KEYS, ORDERED)
         out = (
             zero_product(N), zero_product(BOX), zero_product(N),
             zero_product(BOX), zero_product(N), zero_product(BOX),
@@ -371,24 +394,25 @@ def consumer(
 
             # steady state
             for x in range(n * GROUP):
+                bias_of_head = own_rows + x % GROUP * stride
                 m0 = query_tile(x, lo, n, down, GROUP, DIRECTIONS) * N
                 if C == 0:
                     s, out = scores_step(
                         s, out,
                         ks, qs, dos, lses, pss, dss, dq_part,
                         first, last, b * stride_first, m0, n0, Tq,
-                        m0 + N - 1 > first_last, m0 < last_first, scale_log2, cap,
+                        m0 + N - 1 > first_last, m0 < last_first, scale_log2, cap, bias_of_head,
                         q_full, do_full, dq_empty,
                         it, zero, x, x + 1 < n * GROUP,
-                        shared,
+                        shared, key_bias is not None,
                     )  # fmt: skip
                 else:
                     s, out = gradient_step(
                         s, out,
                         ks, vs, qs, dos, deltas, pss, dss, dq_part,
                         q_full, do_full, dq_empty,
-                        it, zero, x + 1 < n * GROUP, cap,
-                        shared,
+                        it, zero, x + 1 < n * GROUP, cap, bias_of_head,
+                        shared, key_bias is not None,
                     )  # fmt: skip
                 it += 1
 
@@ -406,19 +430,19 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["Tq", "Tk", "Hq", "tiles", "heads", "l2_heads", "zero"])
 def backward_192_kernel(
-    lse2, delta,
+    lse2, delta, references,
     q, k, v, do, dk, dv, dq,
     semaphores, counter,
-    first, last, qfirst, qlast, stride_first, stride_ib, scale, scale_log2, cap,
+    first, last, qfirst, qlast, key_bias, stride_first, stride_ib, scale, scale_log2, cap,
     Tq, Tk, Hq, tiles, heads, l2_heads, zero,
     shared: gl.constexpr, ds_shared: gl.constexpr, row_shared: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
 ):  # fmt: skip
     """dk, dv (B, Tk, Hkv, D) and, added to the zeros in dq, the sums of dq without the scale.
 
-    The first nine are tensor maps. dq: fp32, for each head, tile of 64 queries and 64 channels 16
-    rows of 256 (see `register_order`). `counter`: 0. `semaphores`, ordered: an int32, 0, for each
-    head, tile of queries and consumer.
+    The first ten are tensor maps. `references`, `key_bias`: `of_bias`, or None. dq: fp32, for each
+    head, tile of 64 queries and 64 channels 16 rows of 256 (see `register_order`). `counter`: 0.
+    `semaphores`, ordered: an int32, 0, for each head, tile of queries and consumer.
     """
     # shared memory
     dtype: gl.constexpr = q.dtype
@@ -426,7 +450,7 @@ def backward_192_kernel(
     dos = [gl.allocate_shared_memory(dtype, [2, N, N], shared) for _ in (0, 1, 2)]
     ks = [gl.allocate_shared_memory(dtype, [n, BOX, N], shared) for n in (2, 2, 2, 1, 1, 1)]
     vs = [gl.allocate_shared_memory(dtype, [n, BOX, N], shared) for n in (2, 2, 2, 1, 1, 1)]
-    lses = gl.allocate_shared_memory(gl.float32, [2, 1, N], row_shared)
+    lses = gl.allocate_shared_memory(gl.float32, [2 if key_bias is None else 4, 1, N], row_shared)
     deltas = gl.allocate_shared_memory(gl.float32, [2, 1, N], row_shared)
     pss = part_buffers(dtype, 1, N, N, shared, BOX, ds_shared)
     dss = part_buffers(dtype, 1, N, N, shared, BOX, ds_shared)
@@ -446,7 +470,7 @@ def backward_192_kernel(
             (dv, dk)[c],
             buffers, pss, dss, dq_part[c],
             loaded, dq_empty.index(c), queue,
-            first, last, stride_first, schedule, scale, scale_log2, cap, zero,
+            first, last, stride_first, schedule, key_bias, scale, scale_log2, cap, zero,
             shared, GROUP, ORDERED, DIRECTIONS, c,
         )) if c < 2 else (writer, (
             dq, dq_part[c - 2], dq_empty.index(c - 2), queue,
@@ -454,7 +478,7 @@ def backward_192_kernel(
             GROUP, ORDERED, DIRECTIONS, c - 2,
         )) if c < 4 else (producer, (
             (q, q, q), (k, k, k), (v, v, v), (do, do, do), lse2, delta,
-            buffers, loaded, queue,
+            references, buffers, loaded, queue,
             counter, schedule,
             GROUP, D, N, KEYS, ORDERED, DIRECTIONS,
         ))

@@ -40,6 +40,7 @@ from longctx.kernels.attention.hopper_order import (
     Buffers,
     TileSchedule,
     barriers,
+    bias_of_keys,
     key_tile,
     predecessor,
     producer,
@@ -60,6 +61,7 @@ from longctx.kernels.attention.hopper_primitives import (
     store_part,
     zero_product,
 )
+from longctx.kernels.attention.portable import LOG2E
 
 N = gl.constexpr(64)  # queries of a tile, keys of a tile, and channels of dq at a time
 OWN_CHANNELS = gl.constexpr(128)  # of a consumer
@@ -130,8 +132,8 @@ def scores_step(
     ks, qs, dos, lses, pss, dss,
     m0, q_full, do_full,
     it, zero, more,
-    qfirst_j, qlast_j, last_first, first_last, scale_log2, cap,
-    ORDERED: gl.constexpr,
+    qfirst_j, qlast_j, last_first, first_last, scale_log2, cap, key_bias,
+    ORDERED: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Take one tile of queries in consumer 0, from its s: return the next tile's s, and dk, dv.
 
@@ -150,7 +152,11 @@ def scores_step(
         s = softcapped(s, cap)
     if (m0 < last_first) | (m0 + N - 1 > first_last):
         s = mask_scores(s, m0, qfirst_j, qlast_j, m0 < last_first, m0 + N - 1 > first_last, HIDDEN)
-    p = gl.exp2(s * scale_log2 - lses.index(now).load(layout))
+    lse_i = lses.index(now).load(layout)
+    if HAS_BIAS:
+        bias_j = gl.load(key_bias + gl.arange(0, N, layout=gl.SliceLayout(1, layout)))
+        lse_i -= (bias_j[:, None] - lses.index(2 + now).load(layout)) * LOG2E
+    p = gl.exp2(s * scale_log2 - lse_i)
     pss.index(now).store(p.to(dtype))
     if cap is not None:
         dss.index(now).store((p * (1.0 - s * s)).to(dtype))
@@ -187,8 +193,8 @@ def gradient_step(
     sums, semaphore, wait, before,
     ks, vs, qs, dos, deltas, pss, dss,
     q_full, do_full,
-    it, zero, more, cap,
-    ORDERED: gl.constexpr,
+    it, zero, more, cap, key_bias,
+    ORDERED: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Take one tile of queries in consumer 1, from its dp: return the next dp, and dk, dv."""
     dtype: gl.constexpr = qs[0].dtype
@@ -202,7 +208,13 @@ def gradient_step(
     dv_async = warpgroup_mma(pss.index(now), dos[1].index(now), dv, is_async=True)
     ps = pss if cap is None else dss
     p = ps.index(now).load(layout).to(gl.float32)
-    dss.index(now).store((p * (dp - deltas.index(now).load(layout))).to(dtype))
+    ds = dss.index(now)
+    dp -= deltas.index(now).load(layout)
+    if HAS_BIAS:
+        weight = pss.index(now).load(layout).to(gl.float32)  # without a slope of tanh
+        key_bias += N + gl.arange(0, N, layout=gl.SliceLayout(1, layout))
+        gl.atomic_add(key_bias, gl.sum(weight * dp, axis=1), sem="relaxed")
+    ds.store((p * dp).to(dtype))
     fence_async_shared()
     bar_arrive(DS_FULL, 256)
     bar_sync(OWN + 1, 128)
@@ -232,7 +244,7 @@ def consumer(
     sums, dk_map, dv_map,
     buffers, pss, dss,
     loaded, queue,
-    semaphores, schedule, scale, scale_log2, cap, zero,
+    semaphores, schedule, key_bias, scale, scale_log2, cap, zero,
     GROUP: gl.constexpr, D: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
@@ -259,6 +271,7 @@ def consumer(
         # no query sees keys past the end
         first_last = gl.load(qlast + n0, mask=n0 + N <= Tk, other=-1)
 
+        own_rows, stride = bias_of_keys(key_bias, t, schedule, GROUP, N, N, ORDERED)
         dk = zero_product(OWN_CHANNELS)
         dv = zero_product(OWN_CHANNELS)
         wait_keys(k_full, count)
@@ -278,6 +291,7 @@ def consumer(
                 tile_before, wait_before = tile, wait
                 m = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
                 tile = first_tile + (x % GROUP) * gl.cdiv(Tq, N) + m
+                bias_of_head = own_rows + x % GROUP * stride
                 wait = ((m + 1) * N > from_query) & (m * N <= to_query)
                 if C == 0:
                     s, dk, dv = scores_step(
@@ -287,8 +301,8 @@ def consumer(
                         ks, qs, dos, lses, pss, dss,
                         m * N, q_full, do_full,
                         it, zero, x + 1 < n * GROUP,
-                        qfirst_j, qlast_j, last_first, first_last, scale_log2, cap,
-                        ORDERED,
+                        qfirst_j, qlast_j, last_first, first_last, scale_log2, cap, bias_of_head,
+                        ORDERED, key_bias is not None,
                     )  # fmt: skip
                 else:
                     s, dk, dv = gradient_step(
@@ -298,8 +312,8 @@ def consumer(
                         wait, before,
                         ks, vs, qs, dos, deltas, pss, dss,
                         q_full, do_full,
-                        it, zero, x + 1 < n * GROUP, cap,
-                        ORDERED,
+                        it, zero, x + 1 < n * GROUP, cap, bias_of_head,
+                        ORDERED, key_bias is not None,
                     )  # fmt: skip
                 it += 1
             if C == 0:
@@ -331,18 +345,18 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["Tq", "Tk", "Hq", "tiles", "heads", "l2_heads", "zero"])
 def backward_256_kernel(
-    lse2, delta,
+    lse2, delta, references,
     q, k, v, do, dk, dv,
-    sums, semaphores, counter, qfirst, qlast, stride_ib, scale, scale_log2, cap,
+    sums, semaphores, counter, qfirst, qlast, key_bias, stride_ib, scale, scale_log2, cap,
     Tq, Tk, Hq, tiles, heads, l2_heads, zero,
     shared: gl.constexpr, ds_shared: gl.constexpr, row_shared: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
 ):  # fmt: skip
     """dk, dv (B, Tk, Hkv, D) and, added to the zeros in sums, dq without the scale.
 
-    The first eight are tensor maps. `sums`: fp32, for each head, tile of 64 queries and 64 channels
-    16 rows of 256 (see `register_order`). `counter`: 0. `semaphores`, ordered: an int32, 0, for
-    each head, tile of queries and consumer.
+    The first nine are tensor maps. `references`, `key_bias`: `of_bias`, or None. `sums`: fp32, for
+    each head, tile of 64 queries and 64 channels 16 rows of 256 (see `register_order`). `counter`:
+    0. `semaphores`, ordered: an int32, 0, for each head, tile of queries and consumer.
     """
     # shared memory
     dtype: gl.constexpr = q.dtype
@@ -350,7 +364,7 @@ def backward_256_kernel(
     dos = part_buffers(dtype, 2, N, OWN_CHANNELS, shared, OWN_CHANNELS, shared)
     ks = part_buffers(dtype, 1, N, OWN_CHANNELS, shared, OWN_CHANNELS, shared)
     vs = part_buffers(dtype, 1, N, OWN_CHANNELS, shared, OWN_CHANNELS, shared)
-    lses = gl.allocate_shared_memory(gl.float32, [2, 1, N], row_shared)
+    lses = gl.allocate_shared_memory(gl.float32, [2 if key_bias is None else 4, 1, N], row_shared)
     deltas = gl.allocate_shared_memory(gl.float32, [2, 1, N], row_shared)
     pss = gl.allocate_shared_memory(dtype, [2, N, N], ds_shared)
     dss = gl.allocate_shared_memory(dtype, [2, N, N], ds_shared)
@@ -365,11 +379,11 @@ def backward_256_kernel(
             sums, dk, dv,
             buffers, pss, dss,
             loaded, queue,
-            semaphores, schedule, scale, scale_log2, cap, zero,
+            semaphores, schedule, key_bias, scale, scale_log2, cap, zero,
             GROUP, D, ORDERED, DIRECTIONS, c,
         )) if c < 2 else (producer, (
             (q, q), (k, k), (v, v), (do, do), lse2, delta,
-            buffers, loaded, queue,
+            references, buffers, loaded, queue,
             counter, schedule,
             GROUP, D, N, N, ORDERED, DIRECTIONS,
         ))

@@ -63,6 +63,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from longctx.kernels.attention import Intervals, Scores, hopper_size
 from longctx.kernels.attention.hopper_primitives import (
+    ROW_LAYOUT,
     addressable,
     at_index,
     bar_arrive,
@@ -71,7 +72,9 @@ from longctx.kernels.attention.hopper_primitives import (
     exponents,
     finished,
     load_parts,
+    map_of_rows,
     mask_scores,
+    of_bias,
     part_buffers,
     pop,
     push,
@@ -83,11 +86,13 @@ from longctx.kernels.attention.hopper_primitives import (
     start_sum,
     store_parts,
     tile_queue,
+    tma_load,
     zero_parts,
 )
 from longctx.kernels.attention.launch import multiprocessors
 from longctx.kernels.attention.portable import (
     LN2,
+    LOG2E,
     batch_stride,
     heads_in_l2,
     masked_tile,
@@ -121,11 +126,14 @@ class ForwardConfig(NamedTuple):
 
 
 class ForwardBuffers(NamedTuple):
-    """Shared memory that the producer loads, each a tuple of the channels' parts."""
+    """Shared memory that the producer loads; qs, ks, vs are tuples of the channels' parts.
+    `biases`, or None: of tiles of keys by step, then of queries' last keys by tile and consumer.
+    """
 
     qs: Any
     ks: Any
     vs: Any
+    biases: Any
 
 
 class ForwardLoaded(NamedTuple):
@@ -164,6 +172,8 @@ TURN = gl.constexpr(13)  # 13 + consumer: it may issue its products
 MOST_STAGES = gl.constexpr(4)
 # A tile's sink is read when its successor may be in the queue, and another behind that one
 SINK_SLOTS = gl.constexpr(4)
+# More than stages: a tile's bias arrives with k, and is read until the next k is given back
+BIAS_SLOTS = gl.constexpr(8)
 
 
 @gluon.jit
@@ -176,10 +186,23 @@ def next_tile(t, end, counter, retry, RETRY: gl.constexpr):
 
 
 @gluon.jit
-def own_sink(sink_slots, count):
+def own_sink(sink_slots, count, biases, own, s_layout: gl.constexpr):
     """Return the sink of a consumer's count-th tile. A pointer would be in registers meanwhile."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(sink_slots.index(count % SINK_SLOTS).load(layout), axis=0)
+    sink = gl.max(sink_slots.index(count % SINK_SLOTS).load(layout), axis=0)
+    if biases is not None:
+        sink -= gl.sum(biases.index(own).slice(0, ROWS, 1).permute((1, 0)).load(s_layout), axis=1)
+    return sink
+
+
+@gluon.jit
+def biased(s, biases, it, own, scale_log2):
+    """Return scores with the bias of the it-th tile of keys, less that of each query's last key."""
+    if biases is not None:
+        bias_r = biases.index(own).slice(0, ROWS, 1).permute((1, 0)).load(s.type.layout)
+        bias_j = biases.index(it % BIAS_SLOTS).load(s.type.layout)
+        s += (bias_j - bias_r) * (LOG2E / scale_log2)
+    return s
 
 
 @gluon.jit
@@ -197,7 +220,7 @@ def first_query(rank, Tq, tiles, BM: gl.constexpr, BN: gl.constexpr):
 
 @gluon.jit
 def producer(
-    q, k, v,
+    q, k, v, bias, references,
     buffers, loaded, queue, sink_slots,
     counter, retry, first, last, sinks, stride_ib,
     Tq, Hq, tiles, heads, l2_heads,
@@ -205,7 +228,8 @@ def producer(
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, RETRY: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """Hand out tiles in the order of the schedule, and load the consumers' operands."""
-    qs, ks, vs = buffers
+    qs, ks, vs, biases = buffers
+    BIASES: gl.constexpr = 0 if bias is None else BN
     q_full, q_empty, k_full, v_full = loaded
     gl.static_assert(STAGES <= MOST_STAGES, "there are named barriers for four stages")
     BM: gl.constexpr = ROWS * CONSUMERS
@@ -237,8 +261,11 @@ def producer(
         # q: one box for each consumer
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(q_empty.index(c), (count & 1) ^ 1)
-            mbarrier.expect(q_full.index(c), ROWS * D * 2)
+            mbarrier.expect(q_full.index(c), ROWS * D * 2 + BIASES * 4)
             load_parts(q, qs, c, q_full.index(c), b, gl.maximum(m0 + c * ROWS, 0), h)
+            if bias is not None:
+                own = biases.index(BIAS_SLOTS + count % SINK_SLOTS * CONSUMERS + c)
+                tma_load(references, [bh, gl.maximum(m0 + c * ROWS, 0)], q_full.index(c), own)
         # k and v: the masked tiles, then the others
         for i in range(n):
             j = gl.where(i < masked, masked_tile(i, lo, full_lo, full_hi), full_lo + i - masked)
@@ -246,8 +273,10 @@ def producer(
             s = it % STAGES
             if it >= STAGES:
                 bar_sync(K_EMPTY + s, 128 * CONSUMERS + 32)
-            mbarrier.expect(k_full.index(s), BN * D * 2)
+            mbarrier.expect(k_full.index(s), BN * D * 2 + BIASES * 4)
             load_parts(k, ks, s, k_full.index(s), b, j, hk)
+            if bias is not None:
+                tma_load(bias, [bh, j], k_full.index(s), biases.index(it % BIAS_SLOTS))
             if it >= STAGES:
                 bar_sync(V_EMPTY + s, 128 * CONSUMERS + 32)
             mbarrier.expect(v_full.index(s), BN * D * 2)
@@ -305,7 +334,7 @@ def scaled(acc, factor):
 def attend(
     q, p16, m, l, r, plain, acc,
     ks, vs, k_full, v_full,
-    it, pending, more, masked, n0, first_i, last_i, inner, scale_log2, cap,
+    it, pending, more, masked, n0, first_i, last_i, inner, scale_log2, cap, biases, own,
     BN: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
     OWN_BOUNDS: gl.constexpr, FIXED_MAX: gl.constexpr,
     C: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr,
@@ -340,6 +369,7 @@ def attend(
     bar_arrive(K_EMPTY + now, 128 * CONSUMERS + 32)
     if cap is not None:
         s = softcapped(s, cap)
+    s = biased(s, biases, it, own, scale_log2)
     if masked:
         s = bounded(s, n0, first_i, last_i, inner, OWN_BOUNDS)
     if FIXED_MAX:
@@ -397,7 +427,7 @@ def consumer(
     FIXED_MAX: gl.constexpr, SINKS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Compute out and lse of consumer C's 64 queries of each tile."""
-    qs, ks, vs = buffers
+    qs, ks, vs, biases = buffers
     q_full, q_empty, k_full, v_full = loaded
     dtype: gl.constexpr = out[0].dtype
     BM: gl.constexpr = ROWS * CONSUMERS
@@ -452,6 +482,7 @@ def consumer(
         end = Tq if not UNEVEN else gl.where(row0 >= 0, Tq, row0)  # of this consumer's queries
         first_i = gl.load(first + b * stride_ib + i, mask=i < end, other=0)
         last_i = gl.load(last + b * stride_ib + i, mask=i < end, other=-1)
+        own = BIAS_SLOTS + count % SINK_SLOTS * CONSUMERS + C
         m = gl.full([ROWS], float("-inf"), gl.float32, layout=s_rows)
         acc = zero_parts(qs)
         mbarrier.wait(q_full.index(C), count & 1)
@@ -473,6 +504,7 @@ def consumer(
             bar_arrive(K_EMPTY + begin % STAGES, 128 * CONSUMERS + 32)
             if cap is not None:
                 s = softcapped(s, cap)
+            s = biased(s, biases, begin, own, scale_log2)
             n0 = gl.where(masked > 0, masked_tile(passed, lo, full_lo, full_hi), full_lo) * BN
             s = bounded(s, n0, first_i, last_i, inner, OWN_BOUNDS)
             p, m, _ = softmax(s, m, scale_log2)
@@ -500,7 +532,7 @@ def consumer(
                         ks, vs, k_full, v_full,
                         it + x, pending if UNEVEN else it + x - 1, x + 1 < n,
                         MASKED_LOOP or FIXED_MAX or x < masked, n0,
-                        first_i, last_i, inner, scale_log2, cap,
+                        first_i, last_i, inner, scale_log2, cap, biases, own,
                         BN, STAGES, PINGPONG, OVERLAP, OWN_BOUNDS, False, C, CONSUMERS, PARTS,
                     )  # fmt: skip
                     pending = it + x
@@ -519,7 +551,7 @@ def consumer(
                         q_own, p16, m, l, r, plain, acc,
                         ks, vs, k_full, v_full,
                         it + x, pending if UNEVEN else it + x - 1, x + 1 < n,
-                        False, 0, first_i, last_i, inner, scale_log2, cap,
+                        False, 0, first_i, last_i, inner, scale_log2, cap, biases, own,
                         BN, STAGES, PINGPONG, OVERLAP, OWN_BOUNDS, FIXED_MAX, C, CONSUMERS, PARTS,
                     )  # fmt: skip
                     pending = it + x
@@ -542,7 +574,7 @@ def consumer(
             total = gl.where(total == 0.0, 1.0, total)
             lse_i = m * LN2 + gl.log(total)
             if SINKS:
-                lse_i, growth = with_sink(lse_i, own_sink(sink_slots, count))
+                lse_i, growth = with_sink(lse_i, own_sink(sink_slots, count, biases, own, s_layout))
             gl.store(lse + bh.to(gl.int64) * Tq + i, lse_i, mask=i < end)
             acc = finished(o_async, 0)
             bar_arrive(V_EMPTY + pending % STAGES, 128 * CONSUMERS + 32)
@@ -557,7 +589,7 @@ def consumer(
                 mbarrier.arrive(q_empty.index(C), count=1)
             lse_i = m
             if SINKS:
-                lse_i, _ = with_sink(m, own_sink(sink_slots, count))
+                lse_i, _ = with_sink(m, own_sink(sink_slots, count, biases, own, s_layout))
             gl.store(lse + bh.to(gl.int64) * Tq + i, lse_i, mask=i < end)
 
         # epilogue: out leaves by TMA while the next tile begins
@@ -578,7 +610,7 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["Tq", "Hq", "tiles", "heads", "l2_heads"])
 def forward_kernel(
-    q, k, v, out, q1, k1, v1, out1,
+    references, bias, q, k, v, out, q1, k1, v1, out1,
     lse, counter, retry, first, last, sinks, stride_ib, scale_log2, cap,
     Tq, Hq, tiles, heads, l2_heads,
     shared: gl.constexpr, shared_kv: gl.constexpr, shared1: gl.constexpr, shared1_kv: gl.constexpr,
@@ -588,10 +620,10 @@ def forward_kernel(
     OWN_BOUNDS: gl.constexpr, OUT_IN_Q: gl.constexpr,
     FIXED_MAX: gl.constexpr, RETRY: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
-    """Compute out (B, Tq, Hq, D) contiguous and lse (B, Hq, Tq); q, k, v, out are tensor maps.
+    """Compute out (B, Tq, Hq, D) contiguous and lse (B, Hq, Tq); the first ten are tensor maps.
 
-    q1, k1, v1, out1: tensor maps of the last D1 channels if those are a part of their own; else D1
-    is 0, and they are None.
+    references, bias: of `of_bias`, or None. q1, k1, v1, out1: of the last D1 channels if those are
+    a part of their own; else D1 is 0, and they are None.
 
     `counter`: 0. `retry`: 1 if some tile is flagged, then a 1 for each flagged tile; written if
     `FIXED_MAX`, read if `RETRY`.
@@ -610,7 +642,11 @@ def forward_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    buffers = ForwardBuffers(qs, ks, vs)
+    SLOTS: gl.constexpr = BIAS_SLOTS + SINK_SLOTS * CONSUMERS
+    buffers = ForwardBuffers(
+        qs, ks, vs,
+        None if bias is None else gl.allocate_shared_memory(gl.float32, [SLOTS, 1, BN], ROW_LAYOUT),
+    )  # fmt: skip
     loaded = ForwardLoaded(q_full, q_empty, k_full, v_full)
     queue = tile_queue(CONSUMERS)
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -634,7 +670,7 @@ def forward_kernel(
             PARTS, BN, STAGES, CONSUMERS,
             PINGPONG, OVERLAP, MASKED_LOOP, OWN_BOUNDS, OUT_IN_Q, FIXED_MAX, SINKS, c,
         )) if c < CONSUMERS else (producer, (
-            (q, q1)[:PARTS], (k, k1)[:PARTS], (v, v1)[:PARTS],
+            (q, q1)[:PARTS], (k, k1)[:PARTS], (v, v1)[:PARTS], bias, references,
             buffers, loaded, queue, sink_slots,
             counter, retry, first, last, sinks, stride_ib,
             Tq, Hq, tiles, heads, l2_heads,
@@ -646,19 +682,19 @@ def forward_kernel(
 
 
 def constants_of(
-    c: ForwardConfig, size: int, group: int, dtype: gl.dtype, retry: bool, sinks: bool
+    config: ForwardConfig, size: int, group: int, dtype: gl.dtype, retry: bool, sinks: bool
 ) -> dict[str, Any]:
     """Return the constants of `forward_kernel`: heads of `size` channels, `group` share k and v."""
     width, rest = split(size)
     return dict(
         shared=shared_layout((64, width), dtype),
-        shared_kv=shared_layout((c.BN, width), dtype),
+        shared_kv=shared_layout((config.BN, width), dtype),
         shared1=shared_layout((64, rest), dtype) if rest else None,
-        shared1_kv=shared_layout((c.BN, rest), dtype) if rest else None,
+        shared1_kv=shared_layout((config.BN, rest), dtype) if rest else None,
         GROUP=group,
         D=size,
         D1=rest,
-        **{name.upper(): value for name, value in c._asdict().items()},
+        **{name.upper(): value for name, value in config._asdict().items()},
         FIXED_MAX=dtype == gl.bfloat16 and not retry,
         RETRY=retry,
         SINKS=sinks,
@@ -687,7 +723,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """Return out like q, contiguous, and lse (B, Hq, Tq) float32."""
-    scale, softcap, sinks, _ = scores
+    scale, softcap, sinks, key_bias = scores
     device = q.get_device()
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
@@ -700,7 +736,7 @@ def forward(
         *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
         *(q.dtype, k.dtype, v.dtype, device, scale, softcap),
         *(first.shape, first.stride(), ends[0] % 16, ends[1] % 16, sinks is None, sinks_at % 16),
-        intervals.span,
+        *(intervals.span, key_bias is None),
     )
     launches = _launches.get(key)
     aligned = (q_at | k_at | v_at) % 16 == 0
@@ -712,7 +748,8 @@ def forward(
     lse = torch.empty((B, Hq, Tq), dtype=torch.float32, device=q.device)
     flags = torch.zeros(launches.flags, dtype=torch.int32, device=q.device)
     stream, at = stream_of(device), flags.data_ptr()
-    mapped = (q_at, k_at, v_at, out.data_ptr()) * launches.parts
+    biases = of_bias(scores, intervals, lse, launches.config.BN, 1)
+    mapped = *[x.data_ptr() for x in biases], *((q_at, k_at, v_at, out.data_ptr()) * launches.parts)
     lse_at = lse.data_ptr()
     # the second launch computes the flagged tiles again; each has a counter of its own
     for retry, again in enumerate(launches.kernels):
@@ -729,8 +766,8 @@ def _first_forward(
         return forward(*addressed, intervals, scores)
     B, Tq, Hq, D = q.shape
     size, group = hopper_size(D), Hq // k.shape[2]
-    c = config_of(size, intervals.span)
-    tiles = triton.cdiv(Tq, 64 * c.consumers)
+    config = config_of(size, intervals.span)
+    tiles = triton.cdiv(Tq, 64 * config.consumers)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((B, Hq, Tq), dtype=torch.float32)
     # a counter for each launch, then `retry`
@@ -738,8 +775,10 @@ def _first_forward(
     # tensor maps of the first part of the channels, then of the second
     dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
     width, rest = split(size)
-    boxes = (q, 64), (k, c.BN), (v, c.BN), (out, 64)
-    maps = [descriptor(x, n, width, dtype) for x, n in boxes]
+    boxes = (q, 64), (k, config.BN), (v, config.BN), (out, 64)
+    biases = of_bias(scores, intervals, lse, config.BN, 1)
+    maps = [map_of_rows(x, B * Hq, config.BN) for x in biases] or [None, None]
+    maps += [descriptor(x, n, width, dtype) for x, n in boxes]
     maps += [descriptor(x, n, rest, dtype) if rest else None for x, n in boxes]
     # arguments after maps and pointers
     scalars = (
@@ -751,12 +790,12 @@ def _first_forward(
     # again for flagged tiles, if m is fixed
     for retry in (False, True) if dtype == gl.bfloat16 else (False,):
         pointers = lse, flags[retry:], flags[2:], *intervals[:2], sinks_or(lse, scores)
-        constants = constants_of(c, size, group, dtype, retry, scores.sinks is not None)
+        constants = constants_of(config, size, group, dtype, retry, scores.sinks is not None)
         given = maps, pointers, scalars, constants
         again = first_launch(forward_kernel, programs, *given, num_warps=4)
         assert again is not None, "Gluon has no interpreter"
         kernels.append(again)
     if len(_launches) >= LAUNCHES:  # rare, and simpler than an order of use
         _launches.clear()
-    _launches[key] = ForwardLaunches(size, c, 2 if rest else 1, len(flags), tuple(kernels))
+    _launches[key] = ForwardLaunches(size, config, 2 if rest else 1, len(flags), tuple(kernels))
     return out, lse

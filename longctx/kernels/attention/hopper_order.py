@@ -32,6 +32,9 @@ from longctx.kernels.attention.hopper_primitives import Queue, bar_sync, load_pa
 from longctx.kernels.attention.portable import scheduled_tile, visible_tiles
 
 Q_DO_EMPTY = gl.constexpr(13)  # named barrier 13 + tile & 1: q and do have been read
+# of a tile of keys: their biases, then zeros to which the owner adds the gradient, a row for each
+# of four warps, or one. An addition drops its line of L1, so biases have lines of their own
+BIAS_ROWS = gl.constexpr(5)
 LAST_TURN = gl.constexpr(1 << 30)  # of the first keys, if tiles go from the last ones
 
 
@@ -162,8 +165,24 @@ def consumer_walk(
     return m0, n, down, qfirst_j, qlast_j, last_first, first_last
 
 
+@gluon.jit
+def bias_of_keys(
+    bias, t, schedule,
+    GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """Return where tile t begins in `of_bias`, and how far heads are apart; 0 without a bias."""
+    if bias is None:
+        return 0, 0
+    else:
+        b, hk, n0, _, _, _, _, _ = key_tile(t, schedule, GROUP, BM, BN, ORDERED)
+        stride = schedule.tiles * BN * BIAS_ROWS
+        return bias + (b * schedule.Hq + hk * GROUP).to(gl.int64) * stride + n0 * BIAS_ROWS, stride
+
+
 class Buffers(NamedTuple):
-    """Shared memory that the producer loads; qs, ks, vs, dos are tuples of the channels' parts."""
+    """Shared memory that the producer loads; qs, ks, vs, dos are tuples of the channels' parts.
+    With a key bias, two more of `lses` hold that of each query's last key.
+    """
 
     qs: Any
     ks: Any
@@ -246,7 +265,7 @@ def load_keys(x, xs, full, empty, count, b, n0, h, D: gl.constexpr):
 
 @gluon.jit
 def producer(
-    q, k, v, do, lse2, delta,
+    q, k, v, do, lse2, delta, references,
     buffers, loaded, queue,
     counter, schedule,
     GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
@@ -271,9 +290,11 @@ def producer(
             s = it & 1
             if it >= 2:
                 bar_sync(Q_DO_EMPTY + s, 288)
-            mbarrier.expect(q_full.index(s), BM * D * 2 + BM * 4)
+            mbarrier.expect(q_full.index(s), BM * D * 2 + BM * 2 * lses.shape[0])
             load_parts(q, qs, s, q_full.index(s), b, m0, h)
             tma_load(lse2, [b * Hq + h, m0], q_full.index(s), lses.index(s))
+            if references is not None:
+                tma_load(references, [b * Hq + h, m0], q_full.index(s), lses.index(2 + s))
             if x == 0:
                 load_keys(k, ks, k_full, k_empty, count, b, n0, hk, D)
             mbarrier.expect(do_full.index(s), BM * D * 2 + BM * 4)

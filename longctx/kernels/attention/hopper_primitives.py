@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,8 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from longctx.kernels.attention import Scores
-from longctx.kernels.attention.portable import LOG2E
+from longctx.kernels.attention import Intervals, Scores
+from longctx.kernels.attention.portable import LOG2E, padded_reference
 
 
 @builtin
@@ -261,6 +262,15 @@ def softcapped(s, cap):
 
 
 @gluon.jit
+def unpacked_product(x, y):
+    """Return x · y in fp32, x in bf16 or fp16. Triton would unpack all of x first, and spill."""
+    TYPE: gl.constexpr = "bf16" if x.dtype == gl.bfloat16 else "f16"
+    UNPACK: gl.constexpr = f"mov.b32 {{a, b}}, $2; cvt.f32.{TYPE} $0, a; cvt.f32.{TYPE} $1, b;"
+    PTX: gl.constexpr = f"{{.reg .b16 a, b; {UNPACK} mul.f32 $0, $0, $3; mul.f32 $1, $1, $4;}}"
+    return gl.inline_asm_elementwise(PTX, "=&f,=&f,r,f,f", [x, y], gl.float32, True, 2)
+
+
+@gluon.jit
 def part_buffers(
     dtype: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr,
     D0: gl.constexpr, shared: gl.constexpr, D1: gl.constexpr, shared1: gl.constexpr,
@@ -410,6 +420,22 @@ def descriptor(x: Tensor, rows: int, PAD: int, dtype: gl.dtype) -> TensorDescrip
     box = (1, rows, 1, PAD)
     layout = shared_layout(box, dtype)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(box), layout)
+
+
+def of_bias(scores: Scores, intervals: Intervals, lse: Tensor, BN: int, rows: int) -> list[Tensor]:
+    """Return the `padded_reference`, and `rows` for each tile of BN keys, (B, Hq, tiles, rows, BN):
+    their biases, then zeros. Return nothing without a key bias.
+    """
+    if scores.key_bias is None:
+        return []
+    tiles = pad(scores.key_bias, (0, -scores.key_bias.shape[2] % BN)).unflatten(2, (-1, 1, BN))
+    return [padded_reference(lse, scores, intervals), pad(tiles, (0, 0, 0, rows - 1))]
+
+
+def map_of_rows(x: Tensor, rows: int, N: int, box: int = 1) -> TensorDescriptor:
+    """Return `rows` of fp32 numbers as a tensor map of boxes (box, N); past the end it reads 0."""
+    T = x.numel() // rows
+    return TensorDescriptor(x, [rows, T], [T, 1], [box, N], ROW_LAYOUT)
 
 
 def addressable(x: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Relaunch:
         self.tail = tail
         # of no tensor: what is cached keeps no memory
         self.likes = [_mapped(0, x) for x in maps if x is not None]
-        self.without = (None,) * (len(maps) - len(self.likes))  # maps that this kernel needs not
+        self.is_there = [x is not None for x in maps]  # this kernel needs no others
         run = getattr(compiled, "run", None)
         if type(run).__name__ == "CudaLauncher":
             self._find_launch(compiled, run)
@@ -82,13 +82,15 @@ class Relaunch:
         order.
         """
         if self.launch is None or any(self.hooks):
-            maps = map(_mapped, mapped, self.likes)
-            self.runner(*maps, *self.without, *addresses, *self.tail, stream=stream)
+            likes = map(_mapped, mapped, self.likes)
+            maps = [next(likes) if there else None for there in self.is_there]
+            self.runner(*maps, *addresses, *self.tail, stream=stream)
             return
         own: list[Any] = []
-        for i, address in enumerate(mapped):
-            own += _tensor_map(self, i, address)
-        own += (*self.without, *addresses, *self.tail)
+        given = enumerate(mapped)
+        for there in self.is_there:
+            own += _tensor_map(self, *next(given)) if there else (None,)
+        own += (*addresses, *self.tail)
         self.launch(*self.grid, stream, *self.head, *([own] if self.in_list else own))
 
 
@@ -111,8 +113,7 @@ def first_launch(
     num_warps: int,
 ) -> Relaunch | None:
     """Launch `kernel` in Triton's own way; returns how to do it again, or None if interpreted."""
-    # Its parameters are tensor maps, pointers, scalars and constants, in this order. The last of
-    # the maps may be None.
+    # Its parameters are maps, pointers, scalars, constants. Maps and scalars may be None.
     # Triton compiles, or finds the compiled kernel
     compiled = kernel[(programs,)](*maps, *pointers, *scalars, **constants, num_warps=num_warps)
     if compiled is None:
