@@ -25,6 +25,7 @@ from longctx.config.fields import Group, key
 from longctx.model.mixers.description import MIXERS
 from longctx.report.compare import positions
 from longctx.runs import metrics, metrics_file
+from longctx.spec.step import Workload
 from longctx.tables import cell
 
 TAKES_TRAINING_KEYS = True
@@ -44,8 +45,7 @@ USUAL = {
     "cpu": "model=tiny seq_len=512 batch_size=2 accumulate=1 val_rows=32 data.documents=200 "
     "data.vocab_size=2048",
 }
-TOKENS = {"cuda": 2**24, "cpu": 3 * 2**15}
-LENGTHS: dict[str, tuple[int, ...]] = {"cuda": (16384, 65536), "cpu": ()}
+TOKENS = {"cuda": 2**23, "cpu": 3 * 2**15}
 FIGURES = ("val_loss", "tokens_per_second", "memory_peak_gib", "process_peak_gib")
 
 
@@ -54,8 +54,8 @@ class Options(Group):
     """Who trains, and how much; keys of train.py may follow, such as model=124m seq_len=16384."""
 
     mixers: tuple[str, ...] = key(ALL, "mixers, names of score functions, or of settings")
-    tokens: int | None = key(None, "of each run; null: 16.8 million, on a CPU 98,304")
-    lengths: tuple[int, ...] | None = key(None, "of steps to time; null: 16384 and 65536 on a GPU")
+    tokens: int | None = key(None, "of each run; null: 8.4 million, on a CPU 98,304")
+    lengths: tuple[int, ...] | None = key(None, "of steps to time; null: 65,536 on a GPU")
     minutes: float = key(12.0, "what would begin after that is left out")
     out: str = key("runs/arena", "a folder for the runs, page.md, page.png and page.json")
 
@@ -67,19 +67,19 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     check_unused(overrides, TAKEN)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     end, out = time.monotonic() + 60 * options.minutes, Path(options.out)
-    given = {re.split("[.=]", word)[0] for word in overrides}
-    words = [word for word in USUAL[device].split() if re.split("[.=]", word)[0] not in given]
-    words += overrides
+    given = {re.split("[.=]", x)[0] for x in overrides}
+    words = [x for x in USUAL[device].split() if re.split("[.=]", x)[0] not in given] + overrides
     plain = training_run(words, device).workload  # plugins register their names
     steps = max(1, (options.tokens or TOKENS[device]) // plain.tokens_per_step)
-    entrants = {name: settings(name, plain.model.layers, plain.seq_len) for name in options.mixers}
+    entrants = {name: settings(name, plain) for name in options.mixers}
     about = {"command": command, "tokens of each run": steps * plain.tokens_per_step, **machine()}
     rows: list[Row] = []
     for name, own in entrants.items():
         parameters = training_run([*words, *own], device).workload.parameters
         print(f"{name}: {parameters:,} parameters", flush=True)
         row = trained([*words, *own, f"max_steps={steps}"], out / name, end)
-        lengths = LENGTHS[device] if options.lengths is None else options.lengths
+        usual = (65536,) if device == "cuda" else ()
+        lengths = usual if options.lengths is None else options.lengths
         for length in () if row["failed"] or time.monotonic() > end else lengths:
             others = [word for word in words if not word.startswith(("seq_len=", "batch_size="))]
             longer = training_run([*others, *own, f"seq_len={length}", "batch_size=1"], device)
@@ -91,19 +91,20 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     print(f"\n{(out / 'page.md').read_text()}\nwrote {out}/page.md and {out}/page.png")
 
 
-def settings(name: str, layers: int, seq_len: int) -> list[str]:
+def settings(name: str, step: Workload) -> list[str]:
     """Return an entrant's keys of train.py; ValueError for a name that nothing has."""
-    if name in SETTINGS:
-        each = [str(n) for n in range(layers)]
-        lists = {"all": each, "three_of_four": [n for n in each if int(n) % 4 != 3]}
-        texts = {word: f"[{','.join(numbers)}]" for word, numbers in lists.items()}
-        return SETTINGS[name].format(window=seq_len // 8, **texts).split()
-    if name not in {*MIXERS, *SCORES}:
+    if name in MIXERS:
+        return [f"model.mixer=[{name}]"]
+    if name in SCORES:
+        backend = "flex" if step.device == "cuda" else "naive"
+        return [f"attention={backend}", f"attention.options.score={name}"]
+    if name not in SETTINGS:
         known = ", ".join([*MIXERS, *SETTINGS])
-        raise ValueError(
-            f"mixers={name}: nothing has that name; name its plugin, or one of {known}"
-        )
-    return [f"model.mixer=[{name}]" if name in MIXERS else f"attention.options.score={name}"]
+        raise ValueError(f"mixers={name}: name the plugin that has it, or one of {known}")
+    each = [str(n) for n in range(step.model.layers)]
+    most = ",".join(n for n in each if int(n) % 4 != 3)
+    texts = {"all": f"[{','.join(each)}]", "three_of_four": f"[{most}]"}
+    return SETTINGS[name].format(window=step.seq_len // 8, **texts).split()
 
 
 def trained(words: list[str], folder: Path, end: float) -> Row:

@@ -13,6 +13,7 @@ from benchmarks.points import point, training_run
 from benchmarks.words import BENCHMARKS, main
 from longctx.attention import Mask
 from longctx.attention import attention as longctx_attention
+from longctx.attention.description import SCORES
 from longctx.config import fields
 from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
@@ -256,18 +257,19 @@ def test_a_small_card_is_measured(tmp_path):
 
 @pytest.mark.slow  # two runs and two steps, each in a process of its own
 def test_arena_writes_a_page_of_mixers_and_plugins(tmp_path, monkeypatch, capsys, refused):
-    codes = [code for code in blocks("extend.md", "python") if "# my_mixer" in code]
-    (tmp_path / "my_mixer.py").write_text(codes[0])
+    for code in blocks("extend.md", "python")[:2]:
+        (tmp_path / code.split()[1]).write_text(code)
     monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    words = ["arena", "mixers=gated,short", "tokens=256", "lengths=64", "plugins=[my_mixer.py]"]
-    words += [*TINY[:-2], "data.vocab_size=300", "data.documents=20", "seq_len=64", "batch_size=1"]
+    names, files = ["window-full", "short", "alibi"], "plugins=[my_mixer.py,my_scores.py]"
+    words = ["arena", f"mixers={','.join(names)}", "tokens=256", "lengths=64", files, *TINY[:-2]]
+    words += ["data.vocab_size=300", "data.documents=20", "seq_len=64", "batch_size=1"]
     assert main([*words, "accumulate=1", "val_rows=2", "compile=false", "device=cpu"]) == 0
-    MIXERS.remove("short")
+    del MIXERS["short"], SCORES["alibi"], SCORES["first_and_last"]
     page = json.loads((tmp_path / "runs/arena/page.json").read_text())
-    assert [row["mixer"] for row in page["rows"]] == ["gated", "short"]
+    assert [row["mixer"] for row in page["rows"]] == names
     assert not any(row["failed"] for row in page["rows"]), page["rows"]
     assert all(set(row["losses"]) >= {"1", "32"} for row in page["rows"])
     assert all(row["tokens/s at 64"] > 0 for row in page["rows"])
     text = (tmp_path / "runs/arena/page.md").read_text()
-    assert "| gated |" in text and (tmp_path / "runs/arena/page.png").is_file()
+    assert "| alibi |" in text and (tmp_path / "runs/arena/page.png").is_file()
