@@ -210,7 +210,7 @@ def recomputation(trial: Trial) -> Found:
 
 
 def resume(trial: Trial) -> Found:
-    """Compare the weights after two steps with those of a model that resumed after the first."""
+    """Compare the weights after two steps with and without a resume after the first."""
     models = [trial.model(), trial.model()]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
 
@@ -244,7 +244,7 @@ def strides(trial: Trial) -> Found:
 
 
 def memory(trial: Trial) -> Found:
-    """Compare the bytes that forward saves with those of `cost`."""
+    """Compare the bytes saved by forward with the prediction of `cost`."""
     if trial.device == "cpu" or trial.mixer == SOFTMAX or class_of(trial.mixer).attends:
         return "for a GPU, and without softmax attention"
     model, tokens = trial.model(), 65536

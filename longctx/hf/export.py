@@ -209,7 +209,7 @@ def run_adapter(
 
 
 def _rows_of_b(layers: Mapping[str, Any], piece: Piece) -> Tensor:
-    """Return what LoRA has for `piece`, which is 0 next to a layer that it adds to."""
+    """Return the rows of LoRA's B for `piece`: 0 for a layer without LoRA beside an adapted one."""
     rank = next(iter(layers.values())).lora_b.shape[1]
     layer = layers.get(piece.ours)
     lora_b = torch.zeros(piece.rows.stop, rank) if layer is None else layer.lora_b.detach()
@@ -291,8 +291,8 @@ def export_adapter(
 
 
 def _of_experts(name: str, piece: Piece, layers: dict[str, Any]) -> tuple[str, str, Tensor]:
-    """Return where peft has A and B of a layer of all experts, the parameter that they add to, and
-    B as it is there.
+    """Return peft's path for A and B of a layer of all experts, the parameter changed by them, and
+    B in its shape there.
 
     transformers 5 has one parameter for all experts, (experts, rows, columns), and peft wraps those
     of a module one in the other, gate and up first. Its A is ours; its B is (rows, rank · experts).

@@ -56,7 +56,7 @@ def check_weights(config: GPTConfig, folder: Path) -> dict[str, Stored]:
         )
 
     # tensor by tensor; buffers are computed anew
-    stored = text_tensors(folder)
+    stored = {family.named(name, source): x for name, x in text_tensors(folder).items()}
     unused = {name for name in stored if not BUFFERS.fullmatch(name)}
     unused = {name for name in unused if not family.leaves_out(name, source)}
     for piece in family.tensors(source):

@@ -2,6 +2,7 @@
 torch.
 """
 
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,12 +12,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     # The config, too: it imports the descriptions of mixers, which are in this package
-    if name == "GPT":
-        from longctx.model.gpt import GPT
-
-        return GPT
-    if name == "GPTConfig":
-        from longctx.spec.model_config import GPTConfig
-
-        return GPTConfig
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    paths = {"GPT": "longctx.model.gpt:GPT", "GPTConfig": "longctx.spec.model_config:GPTConfig"}
+    if name not in paths:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return resolve_name(paths[name])

@@ -1,8 +1,7 @@
 """Longer contexts for trained weights: what `rope=NAME` means for a model and a length.
 
 The outcome is the model's `rope_theta` and `rope_scaling`, named as transformers' rope_parameters.
-What they compute stands in `rope.py`. The exported config.json repeats them, so that other tools
-extend the same way. Free of torch.
+`rope.py` computes them, and the exported config.json repeats them. Free of torch.
 """
 
 from __future__ import annotations
@@ -31,10 +30,12 @@ def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfi
         # A run of several lengths, or the first of several runs, stretches to the last one at once
         reached = int((rope.factor or 1) * (rope.original or model.context))
         kind = automatic(model, max(seq_len, reached))
+    if len(model.nope_layers) == model.layers and kind != "keep":
+        raise ValueError(f"rope={rope.type}: no layer has positions to stretch; leave rope out")
     if kind == "keep":
         is_short = rope.type == "keep" or seq_len <= model.context
-        why = "rope_type=dynamic of the weights stretches itself to any length"
-        return model, "" if is_short else f"auto: kept, {why}"
+        # Positions of rope_type=dynamic stretch themselves, and some models have none
+        return model, "" if is_short else "auto: kept, its layers take any length"
     # A larger base stretches without a factor (arXiv 2309.16039), so no length is refused
     if kind == "abf":
         assert rope.theta is not None
@@ -88,7 +89,7 @@ def automatic(model: GPTConfig, seq_len: int) -> str:
     # without scaling get YaRN, which needs the least training to adapt (arXiv 2309.00071).
     assert model.context is not None
     kind = model.rope_scaling.get("rope_type", "default")
-    if seq_len <= model.context or kind == "dynamic":
+    if seq_len <= model.context or kind == "dynamic" or len(model.nope_layers) == model.layers:
         return "keep"
     if kind == "longrope":
         raise ValueError(

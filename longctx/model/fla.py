@@ -18,10 +18,8 @@ from torch import Tensor
 
 from longctx.model.mixer import Batch, widened
 
-OLDEST = (
-    0,
-    6,
-)  # before, gradients of gated delta rules are wrong on Hopper with Triton 3.7 (#1262)
+# Before, gradients of gated delta rules are wrong on Hopper with Triton 3.7 (#1262)
+OLDEST = 0, 6
 REMEDY = "pip install 'fla-core>=0.6.0' einops"
 
 

@@ -46,7 +46,7 @@ class GPTConfig(mixers.MixerKeys):
     rotary_share: share of a head's channels that rotate, the first ones
     window: keys that a query sees, its own among them; null: all before it
     window_layers: layers with it, from 0; null: all
-    norms: pre: before attention and MLP; post: after them (OLMo 2); sandwich: both (Gemma 2)
+    norms: pre: before attention and MLP; post: after; sandwich: both; mixed: post if softmax
     qk_norm: RMSNorm of q and k, of each head or of all
     attention_gate: channel: attention's output times σ(W · input)
     query_growth: [beta,n]: queries are multiplied by 1 + beta · ln(1 + floor(position / n))
@@ -68,7 +68,7 @@ class GPTConfig(mixers.MixerKeys):
     nope_layers: list[int] = key([], "layers without rope; the first is 0", between=(0, 4095))
     window: int | None = positive(None, limit=2**31 - 1)
     window_layers: list[int] | None = key(None, between=(0, 4095), distinct=True, needs="window")
-    norms: str = key("pre", choices=("pre", "post", "sandwich"))
+    norms: str = key("pre", choices=("pre", "post", "sandwich", "mixed"))
     norm_eps: float = key(1e-5, "added to the mean square in RMSNorm")
     norm_plus_one: bool = key(False, "norms multiply by 1 + their weight, as in Gemma")
     tied: bool = key(True, "the output head is the embedding")
@@ -153,7 +153,7 @@ class GPTConfig(mixers.MixerKeys):
         if self.has_experts(layer):
             shape = (self.expert_ffn, experts.biased, self.activation)
             mlp = ExpertsSpec(*named, *shape, experts.count or 0, experts)
-        has_before, has_after = self.norms != "post", self.norms != "pre"
+        has_before, has_after = self.norms_around(layer)
         # Gemma's folders call the norm after attention what Llama's call the one before the MLP
         before_mlp = "pre_feedforward_layernorm" if has_after else "post_attention_layernorm"
         return BlockSpec(

@@ -42,6 +42,12 @@ def test_auto_continues_the_scaling_of_the_weights(scaling, factor, kept):
     assert extended(model, RopeConfig("auto"), 2048)[0] == model
 
 
+def test_layers_without_positions_are_not_stretched():
+    model = replace(PLAIN, nope_layers=list(range(PLAIN.layers)))
+    how = "auto: kept, its layers take any length"
+    assert extended(model, RopeConfig("auto"), 8192) == (model, how)
+
+
 @pytest.mark.parametrize(("model", "rope", "message"), TABLES["refused"])
 def test_impossible_rope_is_refused_by_key(model, rope, message):
     with pytest.raises(ValueError, match=message) as caught:

@@ -103,6 +103,10 @@ class Family:
         """Return True for a tensor of its folders that is not of `config`, and changes nothing."""
         return False
 
+    def named(self, tensor: str, config: GPTConfig) -> str:
+        """Return the name that `tensors` has for a tensor, of a folder with its own name for it."""
+        return tensor
+
     def tensors(self, config: GPTConfig) -> Iterator[Piece]:
         """Yield every tensor of its weights, as rows of a parameter of GPT."""
         embedding = config.vocab_size or 0, config.channels

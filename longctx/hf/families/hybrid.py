@@ -2,7 +2,8 @@
 has what tables can say.
 
 In Qwen3.5 and Qwen3-Next q_proj has the queries and the gate of each head. Qwen3-Next has experts,
-and two tensors for all that enters the delta rule, sorted by key heads.
+and two tensors for all that enters the delta rule, sorted by key heads. In OLMo-Hybrid norms come
+after attention, and before the delta rule.
 """
 
 from __future__ import annotations
@@ -124,3 +125,57 @@ class Qwen3Next(Qwen2Moe, Qwen35):
                     fold=Share(sizes, number),
                 )
                 first += key_heads * sizes[number]
+
+
+# Names of norms in its folders, for layers of the delta rule and of attention
+RECURRENT_NORMS = {"input_layernorm": "attention_layer_norm"}
+RECURRENT_NORMS |= {"post_attention_layernorm": "feedforward_layer_norm"}
+ATTENTION_NORMS = {"feedforward_layer_norm": "post_attention_layernorm"}
+
+
+class OlmoHybrid(GatedDelta):
+    """The state may have negative eigenvalues; without a rope_theta there are no positions."""
+
+    def read(self, source: ConfigJson) -> GPTConfig:
+        given = {key: value for key, value in source.items() if value is not None}
+        heads = source.size("num_attention_heads")
+        missing = {"linear_num_key_heads": heads, "linear_num_value_heads": heads}
+        source = source.with_keys(**missing | given)
+        size = int(0.75 * source.size("hidden_size") / source.size("linear_num_key_heads"))
+        source = source.with_keys(**{"linear_key_head_dim": size} | given)
+        twice = 2 * source.size("linear_key_head_dim")
+        return super().read(source.with_keys(**{"linear_value_head_dim": twice} | given))
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        features = super().read_features(source, layers)
+        if options := features["mixer_options"].get("gdn"):
+            options["negative"] = source.flag("linear_allow_neg_eigval")
+            options["norm_eps"] = 1e-5  # whatever rms_norm_eps says, as in transformers
+        theta = (source.get(source.rope_key) or {}).get("rope_theta", "default")
+        return features | {"nope_layers": list(range(layers)) if theta is None else []}
+
+    def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
+        recurrent = super().default_windowed(source, layers)
+        return recurrent if len(recurrent) < layers else recurrent[:-1]
+
+    def named(self, tensor: str, config: GPTConfig) -> str:
+        layer = tensor.removeprefix("model.layers.").partition(".")[0]
+        if not layer.isdecimal():
+            return tensor
+        is_recurrent = config.mixer_of(int(layer)) == "gdn"
+        names = RECURRENT_NORMS if is_recurrent else ATTENTION_NORMS
+        return ".".join(names.get(word, word) for word in tensor.split("."))
+
+    def tensors(self, config: GPTConfig) -> Iterator[Piece]:
+        for piece in super().tensors(config):
+            layer, _, name = piece.theirs.rpartition(".linear_attn.")
+            if name not in ("in_proj_qkv.weight", "conv1d.weight"):
+                yield piece._replace(theirs=self.named(piece.theirs, config))
+                continue
+            options, first = config.mixer_options["gdn"], 0
+            keys, values = (options[f"{x}_heads"] * options[f"{x}_size"] for x in ("key", "value"))
+            for letter, rows in zip("qkv", (keys, keys, values), strict=True):
+                theirs = f"{layer}.linear_attn.{letter}_{name.replace('in_proj_qkv', 'proj')}"
+                shape = rows, *piece.shape[1:]
+                yield piece._replace(theirs=theirs, first=first, shape=shape)
+                first += rows

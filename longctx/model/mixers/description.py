@@ -142,6 +142,12 @@ class MixerKeys(Group):
         """Return the name of what mixes tokens in `layer`."""
         return self.mixer[layer % len(self.mixer)]
 
+    def norms_around(self: Any, layer: int) -> tuple[bool, bool]:
+        """Return True if `layer` has norms before its branches, and if it has norms after them."""
+        mixed = "post" if self.mixer_of(layer) == SOFTMAX else "pre"
+        norms = mixed if self.norms == "mixed" else self.norms
+        return norms != "post", norms != "pre"
+
     def problems(self) -> Iterator[str]:
         """Yield a message for layers or options that no mixer has."""
         if not self.mixer:

@@ -50,9 +50,9 @@ class Sizes(NamedTuple):
 
 
 class GatedDelta(Mixer):
-    """The gated delta rule; a key head serves several value heads. null: as attention has."""
+    """The gated delta rule; a key head serves several value heads. null: as in all the model."""
 
-    options = {**dict.fromkeys(Sizes._fields), "negative": False}
+    options = {**dict.fromkeys((*Sizes._fields, "norm_eps")), "negative": False}
     names = {
         "qkv": "linear_attn.in_proj_qkv.weight",
         "rates": ("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"),
@@ -70,8 +70,7 @@ class GatedDelta(Mixer):
     def sizes(cls, spec: MixerSpec) -> Sizes:
         """Return the sizes of such a layer."""
         # Values are as keys, and these as attention's
-        given = {name: number for name, number in spec.options.items() if number is not None}
-        given.pop("negative")
+        given = {n: x for n, x in spec.options.items() if n in Sizes._fields and x is not None}
         keys = {"key_heads": spec.model.heads, "key_size": spec.model.head_size} | given
         values = {"value_heads": keys["key_heads"], "value_size": keys["key_size"]} | keys
         return Sizes(**values)
@@ -186,7 +185,8 @@ class GatedDelta(Mixer):
 
     def finish(self, out: Tensor, x: Tensor | None) -> Tensor:
         gate = self.gate(x).view(out.shape).to(out.dtype)
-        gated = fla.gated_norm(out, gate, self.norm, self.part.model.norm_eps)
+        eps = self.part.options["norm_eps"] or self.part.model.norm_eps
+        gated = fla.gated_norm(out, gate, self.norm, eps)
         branch: Tensor = self.out(gated.flatten(2))
         return branch
 
