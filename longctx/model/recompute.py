@@ -461,9 +461,9 @@ def _arriving_tiles(
 ) -> Iterator[tuple[slice, list[Tensor]]]:
     """Yield each tile and its tokens of all `inputs` on `device`, the next one on its way."""
     tiles = list(_tiles(tile, inputs[0].shape[1]))
-    yield from zip(
-        tiles, arriving((tuple(x[:, at] for x in inputs) for at in tiles), device), strict=True
-    )
+    coming = arriving((tuple(x[:, at] for x in inputs) for at in tiles), device)
+    for at in tiles:  # a zip would hold the tile before
+        yield at, next(coming)
 
 
 def _placed(whole: Tensor | None, part: Tensor, dim: int, heads: slice, count: int) -> Tensor:

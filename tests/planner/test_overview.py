@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.shapes import SHAPES
 from longctx.cli import main, plan
 from longctx.cli.plan import PlanOptions
+from longctx.planner import fitting, overview
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB
-from tests.planner.steps import FIGURES
+from tests.planner.steps import FIGURES, workload
 
 
 @pytest.fixture
@@ -51,6 +53,18 @@ def test_the_longest_sequence_is_one_number(planned):
     ends, _ = picture.predicted_end(["model=1b", "attention=flash"], {"gpu": "NVIDIA H200"})
     assert f" {ends:,} " in planned(*words)
     assert f" {ends:,} (" in cards.PAGE.read_text()
+
+
+def test_half_speed_is_the_longest_with_half_the_speed_of_fast():
+    step, chip, host = workload("model=8b", "lora.rank=16"), hardware.chip("H100"), 64 * GIB
+    named = [replace(step, memory=replace(step.memory, policy=x)) for x in ("fast", "auto")]
+    found = overview.lengths(named, chip, host)
+    assert list(found) == ["fast", "half speed", "of all settings"] and None not in found.values()
+    fast, half, longest = (found[name] or step for name in found)
+    assert fast.seq_len < half.seq_len < longest.seq_len
+    longer = fitting.decide(fitting.one_row(step)(half.seq_len + 1024), chip, host)
+    speeds = [fitting.tokens_per_second(x, chip) for x in (longer, fast, half)]
+    assert speeds[0] < speeds[1] / 2 <= speeds[2]
 
 
 def test_a_model_by_its_config_json(tmp_path, planned):
