@@ -133,6 +133,35 @@ def test_lora_of_experts_is_that_of_a_loop(clamp):
         assert (found - gradient).abs().max() < 1e-5 * gradient.abs().max()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("clamp", [None, 7.0])
+def test_lora_of_experts_in_16_bits_is_near_fp32(device, clamp):
+    torch.manual_seed(0)
+    routed = ExpertsConfig(8, 2, ffn=64, clamp=clamp, biased=True)
+    part = replace(MODEL, channels=64, heads=4, experts=routed).block(0).mlp
+    with torch.device(device):
+        module = part.build().requires_grad_(False)
+        for name in ("gate_up", "down"):
+            layer = getattr(module, name)
+            layer.weight = packed.parameter(layer.weight)
+            setattr(module, name, LoraLinear(layer, 8, 2.0))
+            torch.nn.init.normal_(getattr(module, name).lora_b, std=0.1)
+        x = torch.randn(200, 64, requires_grad=True)
+    routing = module.chosen(module.router(x.detach()))
+    module.chosen = lambda logits: routing  # a rounded router chooses others for a few tokens
+    trained = [x, *(p for p in module.parameters() if p.requires_grad)]
+
+    def found() -> list[Tensor]:
+        y = module(x)
+        return [y, *torch.autograd.grad(y, trained, torch.ones_like(y))]
+
+    with torch.autocast(device, torch.bfloat16):
+        rounded = found()
+    assert all(p.dtype == torch.float32 for p in rounded[1:])
+    for in_16_bits, in_fp32 in zip(rounded, found(), strict=True):
+        assert (in_16_bits.float() - in_fp32).norm() < 0.02 * in_fp32.norm()
+
+
 def test_autocast_computes_in_16_bits():
     model = make()
     module, x = model.blocks[0].mlp, torch.randn(1, 50, 24)
