@@ -2,6 +2,8 @@
 tile and share on the host.
 """
 
+import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -236,8 +238,13 @@ def test_blocks_with_short_windows_attend_again_first(monkeypatch):
 
 def test_tiles_come_from_the_host_while_the_one_before_is_computed(monkeypatch):
     """As if the CPU were a GPU: "meta" has no values, so each copy is noted instead."""
-    events: list[str] = []
-    copy = lambda sources, targets, device: events.append(f"copy {sources[0].shape[1]}")  # noqa: E731
+    events, arrived = list[str](), list[weakref.ref[Tensor]]()
+
+    def copy(sources: Sequence[Tensor], targets: Sequence[Tensor], device: torch.device) -> None:
+        others = sum(tile() is not None for tile in arrived)
+        events.append(f"copy {sources[0].shape[1]} next to {others}")
+        arrived.append(weakref.ref(targets[0]))
+
     monkeypatch.setattr(offload, "_copy", copy)
     x, there = torch.ones(1, 300, 8), torch.ones(1, 300, 8, device="meta")
 
@@ -248,7 +255,8 @@ def test_tiles_come_from_the_host_while_the_one_before_is_computed(monkeypatch):
 
     (y,) = recompute.in_tiles(function, 128, (x, there), torch.device("meta"))
     assert y.shape == x.shape
-    assert events == ["copy 128", "copy 128", "compute 128", "copy 44", "compute 128", "compute 44"]
+    first, later = "copy 128 next to 0", ("copy 128 next to 1", "copy 44 next to 1")
+    assert events == [first, later[0], "compute 128", later[1], "compute 128", "compute 44"]
 
 
 def test_gradients_of_tiles_are_their_sums():
