@@ -46,7 +46,8 @@ def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfi
     # From the length that frequencies without scaling were trained for. By default the factor
     # reaches seq_len exactly; a given one must reach it too
     own, trained = model.rope_scaling, model.rope_scaling.get(ORIGINAL) or model.context
-    if own.get("rope_type") == "linear":
+    # Llama 3.2 reads 131,072 tokens by a factor of 32: its 8,192 only divide the frequencies
+    if own.get("rope_type") == "linear" or own.get("rope_type") == kind == "llama3":
         trained = max(2, round(model.context / own["factor"]))
     original = rope.original or int(trained)
     factor = rope.factor or seq_len / original
@@ -65,7 +66,7 @@ def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfi
     # Options become keys of rope_scaling, so its errors are reworded to name the option
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if ORIGINAL in KEYS[kind][0]:
-        scaling[ORIGINAL] = original
+        scaling[ORIGINAL] = rope.original or own.get(ORIGINAL) or original
     if own.get("rope_type") == kind:
         # Other keys of the model's own stay
         scaling = dict(own) | scaling
