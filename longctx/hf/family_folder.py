@@ -24,6 +24,7 @@ from longctx.hf.stored import (
     DTYPES,
     SCALES,
     Stored,
+    by_expert,
     inventory,
     shape_of_mxfp4,
     values_of,
@@ -57,6 +58,7 @@ def check_weights(config: GPTConfig, folder: Path) -> dict[str, Stored]:
 
     # tensor by tensor; buffers are computed anew
     stored = {family.named(name, source): x for name, x in text_tensors(folder).items()}
+    stored = by_expert(stored) if family.joins_experts else stored
     unused = {name for name in stored if not BUFFERS.fullmatch(name)}
     unused = {name for name in unused if not family.leaves_out(name, source)}
     for piece in family.tensors(source):

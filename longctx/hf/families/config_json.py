@@ -17,6 +17,7 @@ from longctx.config.rope_config import ORIGINAL, is_number
 
 # model_type of a multimodal config.json → that of its text_config, if it has none
 WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}
+WRAPPERS |= {"qwen3_5_moe": "qwen3_5_moe_text"}
 # Names as folders have them, and as transformers has them in memory; in a text model's own folder
 PREFIXES = {
     "language_model.model.": "model.",

@@ -64,6 +64,7 @@ class Family:
     defaults: values of transformers for keys that config.json lacks.
     rope: rope_parameters of transformers, if config.json has none.
     rope_types: those that its class has; none: all.
+    joins_experts: its folders may have one tensor for all experts of a layer.
     """
 
     model_type: str
@@ -83,6 +84,7 @@ class Family:
     defaults: dict[str, Any] = field(default_factory=dict)
     rope: dict[str, Any] = field(default_factory=dict)
     rope_types: Sequence[str] = ()
+    joins_experts: bool = False
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         """Return the keys of GPTConfig that no table holds, but for windows, as config.json says

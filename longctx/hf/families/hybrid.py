@@ -97,6 +97,14 @@ class Qwen35(GatedDelta):
             yield piece
 
 
+class Qwen35Moe(Qwen2Moe, Qwen35):
+    """Experts in all layers, so there is one width."""
+
+    def read(self, source: ConfigJson) -> GPTConfig:
+        width = (self.defaults | source)["moe_intermediate_size"]
+        return super().read(source.with_keys(intermediate_size=width))
+
+
 class Qwen3Next(Qwen2Moe, Qwen35):
     """Queries, keys, values and gate of each key head are rows side by side, as β and decay are."""
 

@@ -117,6 +117,21 @@ def test_mxfp4_is_dequantized_as_in_transformers(tmp_path):
         pretrained(tmp_path / "packed")
 
 
+def test_experts_in_one_tensor_are_those_of_many(tmp_path):
+    theirs = reference(family_tests("qwen3_5_moe_text")().config(0))
+    theirs.save_pretrained(tmp_path)
+    expected, joined = pretrained(tmp_path).state_dict(), theirs.state_dict()
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in joined)
+    save_file(joined, tmp_path / "model.safetensors")
+    torch.testing.assert_close(pretrained(tmp_path).state_dict(), expected, rtol=0, atol=0)
+    name = "model.layers.0.mlp.experts.down_proj"
+    save_file(joined | {name: joined[name][:-1].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"no tensor model\.layers\.0\.mlp\.experts\.\d\.down_proj"
+    ):
+        pretrained(tmp_path)
+
+
 def test_layers_that_predict_further_are_left_out(tmp_path):
     config = family_tests("glm4_moe")().config(0, num_hidden_layers=3, first_k_dense_replace=1)
     reference(config).bfloat16().save_pretrained(tmp_path)

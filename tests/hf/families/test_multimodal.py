@@ -12,6 +12,7 @@ from transformers import (
     Gemma3Config,
     Mistral3Config,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
 )
 
 from longctx.attention import Mask
@@ -39,6 +40,11 @@ ROPE = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, **GROWTH}
 HYBRID = {key: x for key, x in TEXT.items() if key != "sliding_window"}
 HYBRID |= {"head_dim": 16, "linear_key_head_dim": 6, "linear_value_head_dim": 8}
 HYBRID |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "full_attention_interval": 2}
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+EXPERTS |= {"shared_expert_intermediate_size": 16}
+SEEN = {"vision_config": VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 48}}
+SEEN |= {"image_token_id": 300, "video_token_id": 299}
+SEEN |= {"vision_start_token_id": 298, "vision_end_token_id": 297}
 CONFIGS = {
     "gemma3": Gemma3Config(
         text_config=TEXT,
@@ -48,12 +54,8 @@ CONFIGS = {
     ),
     "mistral3": mistral3(model_type="mistral"),
     "ministral3": mistral3(model_type="ministral3", rope_parameters=ROPE),
-    "qwen3_5": Qwen3_5Config(
-        text_config=HYBRID,
-        vision_config=VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 48},
-        **{"image_token_id": 300, "video_token_id": 299},
-        **{"vision_start_token_id": 298, "vision_end_token_id": 297},
-    ),
+    "qwen3_5": Qwen3_5Config(text_config=HYBRID, **SEEN),
+    "qwen3_5_moe": Qwen3_5MoeConfig(text_config=HYBRID | EXPERTS, **SEEN),
 }
 
 
