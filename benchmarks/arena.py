@@ -42,10 +42,10 @@ ALL = ("softmax", *SETTINGS, "fox", "xsa", "differential", "gdn")
 USUAL = {
     "cuda": "model.layers=8 model.channels=512 model.heads=8 model.kv_heads=8 model.ffn=1408 "
     "seq_len=8192 batch_size=4 accumulate=1 val_rows=64",
-    "cpu": "model=tiny seq_len=512 batch_size=2 accumulate=1 val_rows=32 data.documents=200 "
-    "data.vocab_size=2048",
+    "cpu": "model=tiny seq_len=512 batch_size=1 accumulate=1 val_rows=32 data.documents=200 "
+    "data.vocab_size=512",
 }
-TOKENS = {"cuda": 2**23, "cpu": 3 * 2**15}
+TOKENS = {"cuda": 2**23, "cpu": 3 * 2**16}
 FIGURES = ("val_loss", "tokens_per_second", "memory_peak_gib", "process_peak_gib")
 
 
@@ -54,7 +54,7 @@ class Options(Group):
     """Who trains, and how much; keys of train.py may follow, such as model=124m seq_len=16384."""
 
     mixers: tuple[str, ...] = key(ALL, "mixers, names of score functions, or of settings")
-    tokens: int | None = key(None, "of each run; null: 8.4 million, on a CPU 98,304")
+    tokens: int | None = key(None, "of each run; null: 8.4 million, on a CPU 196,608")
     lengths: tuple[int, ...] | None = key(None, "of steps to time; null: 65,536 on a GPU")
     minutes: float = key(12.0, "what would begin after that is left out")
     out: str = key("runs/arena", "a folder for the runs, page.md, page.png and page.json")
