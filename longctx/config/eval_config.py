@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
@@ -147,8 +148,9 @@ class ScoreConfig(EvalConfig):
         """Yield a message for keys that contradict each other, or score no documents."""
         if self.tasks or self.passkey.enabled or self.ruler.enabled:
             yield "tasks=, passkey=, ruler=: score no documents; give them to longctx eval"
-        if str(self.out) in self.data.paths():
-            yield f"out={self.out}: the scores would replace the documents; give another file"
+        out, *paths = (Path(x).expanduser().resolve() for x in (self.out, *self.data.paths()))
+        if any(out.is_relative_to(path) or fnmatch(str(out), str(path)) for path in paths):
+            yield f"out={self.out}: the scores would be among the documents; give another file"
         yield from super().problems()
 
 

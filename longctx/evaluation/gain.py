@@ -65,11 +65,10 @@ def by_position(long: Perplexity, near: Perplexity) -> list[Row]:
     """Return a row for each power of two of tokens before the targets, from the short context on:
     the documents that it holds have no such targets.
     """
-    first = (near.context - 1).bit_length()
     return [
         {"tokens before": f"{1 << n:,}", "tokens": int(tokens), "gain": (nats - saved) / tokens}
         for n, (tokens, nats, saved) in enumerate(zip(*near.sums, long.sums[1], strict=True))
-        if n >= first and tokens
+        if n >= (near.context - 1).bit_length() and tokens
     ]
 
 

@@ -328,10 +328,11 @@ def labels(texts: Texts, length: int, size: int, rng: random.Random) -> Sample:
 
 
 def nearness(answer: str, outputs: Sequence[str]) -> float:
-    """Return 0.75 to the power of a number's error, and 1 or 0 for words that it begins with."""
-    (expected,), words = outputs, answer.strip().lower()
-    if not expected.isdecimal():
-        return float(words.startswith(expected))
+    """Return 0.75 to the power of a number's error, and 1 or 0 for a comparison."""
+    (expected,), words = outputs, answer.lower()
+    if not expected.isdecimal():  # a chat model answers in a sentence
+        compared = re.findall("(?:not )?(?:more|less|as) common", words)
+        return float(compared[:1] == [expected.rpartition(" ")[0]])
     found = re.search(r"\d[\d,]{0,15}", words)
     return 0.75 ** abs(int(found[0].replace(",", "")) - int(expected)) if found else 0.0
 

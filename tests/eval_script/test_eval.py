@@ -232,6 +232,8 @@ NOT_SCORED = [
     (["passkey=true"], "tasks=, passkey=, ruler=: score no documents"),
     (["out={run}/none/a.jsonl"], "{run}/none"),
     (["data.path={docs}/a.jsonl", "out={docs}/a.jsonl"], "out={docs}/a.jsonl: the scores would"),
+    (["data.path={docs}", "out={docs}/a.jsonl"], "out={docs}/a.jsonl: the scores would"),
+    (["data.path={docs}/*.jsonl", "out={docs}/a.jsonl"], "out={docs}/a.jsonl: the scores would"),
 ]
 
 

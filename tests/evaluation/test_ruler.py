@@ -145,6 +145,8 @@ SCORED = [
     ("oolong", f" {'9' * 4000}", ["14"], 0),
     ("oolong", " many", ["14"], 0),
     ("oolong", " More common than", ["more common than"], 1),
+    ("oolong", "It is **as common**.", ["as common as"], 1),
+    ("oolong", "'fox' is less common than", ["more common than"], 0),
     ("oolong", " not more common than", ["more common than"], 0),
 ]
 
