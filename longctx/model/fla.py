@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import functools
 import importlib
-import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor
 
 from longctx.model.mixer import Batch, widened
 
-# Before, gradients of gated delta rules are wrong on Hopper with Triton 3.7 (#1262)
-OLDEST = 0, 6
+# Before, gradients of gated delta rules are wrong on Hopper (fla #1262 and #640)
+OLDEST, OLDEST_TRITON = Version("0.6"), Version("3.7.1")
 REMEDY = "pip install 'fla-core>=0.6.0' einops"
 
 
@@ -30,8 +30,11 @@ def refusal() -> str | None:
         found = version("fla-core")
     except PackageNotFoundError:
         return f"on a GPU it takes the kernels of fla-core, which is not installed: {REMEDY}"
-    if tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST:
+    if Version(found) < OLDEST:
         return f"fla-core {found} has wrong gradients on some GPUs: {REMEDY}"
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    if is_hopper and Version(triton := version("triton")) < OLDEST_TRITON:
+        return f"fla-core has wrong gradients with Triton {triton}: pip install 'triton>=3.7.1'"
     try:
         importlib.import_module("fla.ops")
     except ImportError as error:

@@ -291,21 +291,19 @@ class GPT(nn.Module):
     def _through_blocks(self, tokens: Tensor, angles: list[Angles], masks: list[Any]) -> Tensor:
         """Return x (B, T, C) after all blocks; the memory policy decides what they save."""
         # No name holds the first x while later blocks run: it may be a quarter of all memory
-        training, tile = torch.is_grad_enabled(), self.memory.mlp_tile or 0
-        recompute = self.memory.recompute if training else "none"
+        memory, training = self.memory, torch.is_grad_enabled()
+        recompute = memory.recompute if training else "none"
         if recompute != "none" and torch.compiler.is_compiling():
             # torch.compile of the whole model cannot trace what saves its own activations
             return torch.compiler.disable(self._through_blocks)(tokens, angles, masks)
         if recompute == "block":
-            return checkpointed_blocks(
-                self.blocks, self.embedded(tokens), angles, masks, self.memory
-            )
-        x = self.embedded(tokens)
+            return checkpointed_blocks(self.blocks, self.embedded(tokens), angles, masks, memory)
+        x, tile = self.embedded(tokens), memory.mlp_tile or 0
         for block, own, mask in zip(self.blocks, angles, masks, strict=True):
             if recompute == "mlp":
                 x = block.calling(checkpointed_mlp, x, own, mask, tile).view(x.shape)
             elif tile and not training:
-                x = block.calling(forward_in_tiles, x, own, mask, self.memory)
+                x = block.calling(forward_in_tiles, x, own, mask, memory)
             else:
                 x = block(x, own, mask)
         return x

@@ -87,12 +87,16 @@ def test_steps_are_the_whole_forward():
 def test_a_gpu_takes_a_new_fla_alone(monkeypatch):
     config = model().config
     mixers.check(config, "cpu", 2, "auto")
-    for found, message in (
-        ("0.5.9", "fla-core 0.5.9 has wrong gradients"),
-        (None, "not installed"),
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for found, triton, message in (
+        ("0.5.9", "3.7.1", "fla-core 0.5.9 has wrong gradients"),
+        ("0.6.0", "3.6.0", "wrong gradients with Triton 3.6.0"),
+        (None, "3.7.1", "not installed"),
     ):
         fla.refusal.cache_clear()
-        monkeypatch.setattr(fla, "version", lambda _, found=found: found or missing())
+        versions = {"fla-core": found, "triton": triton}
+        monkeypatch.setattr(fla, "version", lambda name, of=versions: of[name] or missing())
         with pytest.raises(ValueError, match=f"model.mixer=gdn: .*{message}.*pip install"):
             mixers.check(config, "cuda", 1, "auto")
     fla.refusal.cache_clear()
