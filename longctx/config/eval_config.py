@@ -148,7 +148,7 @@ class ScoreConfig(EvalConfig):
         """Yield a message for keys that contradict each other, or score no documents."""
         if self.tasks or self.passkey.enabled or self.ruler.enabled:
             yield "tasks=, passkey=, ruler=: score no documents; give them to longctx eval"
-        out, *paths = (Path(x).expanduser().resolve() for x in (self.out, *self.data.paths()))
+        out, *paths = (Path(x).expanduser().resolve() for x in [str(self.out), *self.data.paths()])
         if any(out.is_relative_to(path) or fnmatch(str(out), str(path)) for path in paths):
             yield f"out={self.out}: the scores would be among the documents; give another file"
         yield from super().problems()
