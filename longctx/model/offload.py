@@ -137,9 +137,7 @@ def arriving(parts: Iterable[tuple[Tensor, ...]], device: torch.device) -> Itera
 def _copy(
     sources: Iterable[Tensor], targets: Iterable[Tensor], device: torch.device
 ) -> torch.cuda.Event | None:
-    """Copy after all work that is queued on `device`; what is queued later must wait for the event
-    that this returns.
-    """
+    """Copy after all that is queued on `device`; return the event that later work must wait for."""
     pairs = [(x, y) for x, y in zip(sources, targets, strict=True) if x is not y]
     if device.type != "cuda":
         for source, target in pairs:
