@@ -67,8 +67,7 @@ class GPT(nn.Module):
         self.blocks: Any = nn.ModuleList(Block(block, attention) for block in config.blocks)
         self.norm = StreamNorm(Norm("norm", "norm", C, config.norm_eps, config.norm_plus_one))
         self.head = None if config.tied else nn.Linear(C, V, bias=False)
-        # Names of the weights that stay in fp32 if others are rounded: routers would choose other
-        # experts
+        # Weights that stay in fp32 if others are rounded, or routers would choose other experts
         modules = self.named_modules()
         self.exact = {f"{path}.weight" for path, x in modules if isinstance(x, Correction)}
         # The ranks that share the tokens of each row, see `forward`: this one alone
