@@ -29,6 +29,7 @@ from longctx.attention.description import DESCRIPTIONS, SCORES, AttentionConfig
 from longctx.config.fields import refuse
 from longctx.config.layout_config import MemoryConfig
 from longctx.hf.model_folder import read_config
+from longctx.model.decoder import decoder_of
 from longctx.model.gpt import GPT
 from longctx.model.loss import IGNORED
 from longctx.model.mixer import Batch, Mixer
@@ -180,20 +181,40 @@ def formula(trial: Trial) -> Found:
 
 def alone(trial: Trial) -> Found:
     """Compare output and gradients of packed documents with those of each document alone."""
-    model, x = trial.model(), trial.inputs(1)
-    parts = [trial.branch(model, part, part.shape[1:2])[:2] for part in x.split(LENGTHS, dim=1)]
-    joined = [torch.cat(part, dim=1) for part in zip(*parts, strict=True)]
+    model, x = trial.model(), trial.inputs(2)
+    parts = [part for row in x.split(1) for part in row.split(LENGTHS, dim=1)]
+    results = [trial.branch(model, part, part.shape[1:2])[:2] for part in parts]
+    joined = [torch.cat(each, dim=1).view_as(x) for each in zip(*results, strict=True)]
     return difference(trial.branch(model, x)[:2], joined), trial.rounding
 
 
 def leak(trial: Trial) -> Found:
-    """Change the end of a document; look at tokens before it, and at other documents."""
-    model, x, end = trial.model(), trial.inputs(1), sum(LENGTHS[:4])
+    """Change the end of a document; look at tokens before it, and at all other documents."""
+    model, x, end = trial.model(), trial.inputs(2), sum(LENGTHS[:4])
     changed = x.clone()
-    changed[:, CHANGED:end] += 100
-    outs = [trial.branch(model, each)[0] for each in (changed, x)]
-    unseen = [torch.cat([out[:, :CHANGED], out[:, end:]], dim=1) for out in outs]
+    changed[0, CHANGED:end] += 100
+    outs = [trial.branch(model, each)[0].flatten(0, 1) for each in (changed, x)]
+    unseen = [torch.cat([out[:CHANGED], out[end:]]) for out in outs]
     return difference(unseen[:1], unseen[1:]), EXACT
+
+
+@torch.no_grad()
+def decoding(trial: Trial) -> Found:
+    """Compare the logits of texts that are decoded token by token with those of each whole text."""
+    model = trial.model().eval()
+    layer: Any = model.blocks[0].attention
+    if not (layer if isinstance(layer, Mixer) else layer.attend).decodes:
+        return "it has no step, so each new token reads its text anew"
+    texts = torch.arange(3 * 80).view(3, -1).square().remainder(89).to(trial.device)
+    ends = torch.tensor([1, 5, 70], device=trial.device)  # of the prompts
+    rows, steps = torch.arange(3, device=trial.device), range(6)
+    with trial.autocast():
+        decoder, logits = decoder_of(model, 3, 80), model(texts)
+        prompts = [text[:end].tolist() for text, end in zip(texts, ends, strict=True)]
+        found = [decoder.prefill(prompts).clone()]
+        found += [decoder.step(texts[rows, ends + step]).clone() for step in steps]
+    wanted = [logits[rows, ends + step - 1] for step in (*steps, len(steps))]
+    return difference(found, wanted), trial.rounding
 
 
 def padding(trial: Trial) -> Found:
@@ -250,10 +271,12 @@ def memory(trial: Trial) -> Found:
     model, tokens = trial.model(), 65536
     layer, part = model.blocks[0].attention, model.blocks[0].attention.part
     x = trial.inputs(1, tokens).bfloat16().requires_grad_()
-    batch = Batch(Mask.causal().bind(1, tokens, tokens, x.device), 1)
+    mask = Mask.causal().bind(1, tokens, tokens, x.device)
+    shards = Context().shards(mask, tokens)
+    angles, batch = model.angles(mask, shards, (1, tokens), x.device)[0], Batch(mask, 1)
     with trial.autocast():
         before = torch.cuda.memory_allocated()
-        added = layer.finish(layer(*layer.project(x), batch), x)
+        added = layer.finish(layer(*layer.project(x, *angles), batch), x)
         saved = torch.cuda.memory_allocated() - before - added.nbytes
     # A gate's factors and what they multiply are planned apart
     wanted = tokens * (part.cost(2).saved + 4 * part.gate_size)
@@ -261,10 +284,11 @@ def memory(trial: Trial) -> Found:
 
 
 CHECKS: dict[str, Callable[[Trial], Found]] = {
-    "context=2 = one device": devices,  # first: a process that has used a GPU cannot fork
+    "context=2 = one device": devices,
     "kernel = naive": formula,
     "packed = each document alone": alone,
     "no document leaks": leak,
+    "token by token = whole texts": decoding,
     "no NaN from padding": padding,
     "recomputation changes nothing": recomputation,
     "resume to the bit": resume,
@@ -298,29 +322,27 @@ def check(name: str) -> int:
     trials += [Trial(SOFTMAX, compiled, device, score) for score in SCORES if score in names]
     kinds = "mixer, score function or attention backend"
     refuse((not trials, f"{name}: no {kinds}, nor a file that registers one"))
-    answers = []
-    for trial in trials:
+    # A process that has used a GPU cannot fork
+    forked, words = [outcome(trial, devices) for trial in trials], []
+    for trial, shared in zip(trials, forked, strict=True):
         own = (trial.score, trial.mixer, trial.backend)
         if len(trials) > 1:
             print(next(name for name in own if name not in ("none", SOFTMAX)))
-        answers += [passes(trial, *check) for check in CHECKS.items()]
-    return int(not all(answers))
+        for title, each in CHECKS.items():
+            word, found = shared if each is devices else outcome(trial, each)
+            print(f"{word:<7} {title:<32} {found}", flush=True)
+            words.append(word)
+    return int("FAILED" in words)
 
 
-def passes(trial: Trial, title: str, check: Callable[[Trial], Found]) -> bool:
-    """Print the line of a check; return False if it fails."""
+def outcome(trial: Trial, check: Callable[[Trial], Found]) -> tuple[str, str]:
+    """Return ok, skipped or FAILED, and what the check found."""
     try:
         found = check(trial)
     except torch.OutOfMemoryError:
-        found = "the GPU has too little memory"
+        return "skipped", "the GPU has too little memory"
     except Exception as error:  # the code is somebody's first try
-        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        print(f"FAILED  {title:<32} {problem}", flush=True)
-        return False
+        return "FAILED", f"{type(error).__name__}: {' '.join(str(error).split())}"
     if isinstance(found, str):
-        print(f"skipped {title:<32} {found}", flush=True)
-        return True
-    is_right = found[0] <= found[1]
-    word = "ok" if is_right else "FAILED"
-    print(f"{word:<7} {title:<32} {found[0]:.1e}, at most {found[1]:.0e}", flush=True)
-    return is_right
+        return "skipped", found
+    return "ok" if found[0] <= found[1] else "FAILED", f"{found[0]:.1e}, at most {found[1]:.0e}"

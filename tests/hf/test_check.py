@@ -43,6 +43,25 @@ class Peeking(Sound):
         )
 
 
+class Mingling(Sound):
+    """The sequence before is seen, and no formula shows it."""
+
+    naive = Mixer.naive
+
+    def forward(self, x, batch):
+        return self.out(self.before(x, batch) + x.roll(1, 0) - x)
+
+
+class Forgetful(Sound):
+    """Decoding reads a token that is not the one before."""
+
+    def prefill(self, x, batch):
+        return self.forward(x, batch), (torch.zeros_like(x[0, : len(batch.offsets) - 1]),)
+
+    def step(self, x, state):
+        return self.out(state[:, None])
+
+
 class Wrong(Sound):
     def naive(self, x, batch):
         return 1.001 * self.forward(x, batch)
@@ -70,6 +89,8 @@ FAULTS = {
     Sound: set(),
     Leaking: {"packed = each document alone", "no document leaks"},
     Peeking: {"no document leaks"},
+    Mingling: {"packed = each document alone", "no document leaks"},
+    Forgetful: {"token by token = whole texts"},
     Wrong: {"kernel = naive"},
     Gradientless: {"kernel = naive"},
     Dividing: {"no NaN from padding"},

@@ -155,14 +155,20 @@ class MixerKeys(Group):
         layers = {part.mixer: part for part in of_model(self)}
         for name, given in self.mixer_options.items():
             has = layers[name].computed_by.options if name in layers else {}
-            unknown = set(given) - set(has) if isinstance(given, dict) else {given}
-            if unknown or not has:
+            if not has or not isinstance(given, dict) or given.keys() - has:
                 names = f"the options of {name} in model.mixer: {', '.join(has) or 'none'}"
                 yield f"model.mixer_options.{name}={given}: give {names}"
+            for option, value in given.items():
+                usual = has[option]
+                is_number = isinstance(usual, float) and type(value) is int
+                if not (usual is None or is_number or type(value) is type(usual)):
+                    yield f"model.mixer_options.{name}.{option}={value}: its usual value is {usual}"
         for name, part in layers.items():
-            without = "" if part.linears else "its weights have no matrix; give it one"
-            if problem := without or part.computed_by.problem(part):
+            # An option of no use may make weights that cannot be
+            if problem := part.computed_by.problem(part):
                 yield f"model.mixer={name}: {problem}"
+            if not part.linears:
+                yield f"model.mixer={name}: its weights have no matrix; give it one"
 
 
 def layer(mixer: str, *sizes: Any) -> AttentionSpec:

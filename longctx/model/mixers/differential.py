@@ -45,6 +45,8 @@ class DifferentialAttention(Attending):
     def problem(cls, spec: MixerSpec) -> str | None:
         if spec.model.kv_heads % 2:
             return f"model.kv_heads={spec.model.kv_heads}: pairs of heads; give an even number"
+        if not 0 <= (start := spec.options["start"]) < 1:
+            return f"start={start}: give a number from 0 up, below 1"
         return super().problem(spec)
 
     def start(self, name: str, weight: Tensor) -> None:

@@ -107,7 +107,7 @@ class GatedDelta(Mixer):
     @classmethod
     def problem(cls, spec: MixerSpec) -> str | None:
         sizes = cls.sizes(spec)
-        are_counts = all(isinstance(number, int) and number > 0 for number in sizes)
+        are_counts = all(type(number) is int and number > 0 for number in sizes)
         if are_counts and sizes.value_heads % sizes.key_heads == 0 and max(sizes[2:]) <= 256:
             return None
         return f"{sizes}: value heads are a multiple of key heads, and sizes 256 at most"
