@@ -43,7 +43,7 @@ class Generation(NamedTuple):
     length: int  # tokens of a sequence with its answer, at most
 
 
-class Batch(NamedTuple):
+class Asked(NamedTuple):
     """Sequences in the memory of the CPU, and one question about them: the losses of `targets`,
     the predictions of `wanted` after `positions`, or the `generation` after `positions`.
     """
@@ -55,12 +55,12 @@ class Batch(NamedTuple):
     wanted: Tensor | None = None  # (B, n) tokens
     generation: Generation | None = None
 
-    def dealt(self, ranks: int) -> list[Batch]:
+    def dealt(self, ranks: int) -> list[Asked]:
         """Return equal parts for each of `ranks`, filled up with the last sequence."""
         # Gathering needs equal parts, so some ranks compute the last sequence again
         B = len(self.tokens)
         parts = torch.arange(-(-B // ranks) * ranks).clamp(max=B - 1).view(ranks, -1)
-        return [Batch(*(x[part] if isinstance(x, Tensor) else x for x in self)) for part in parts]  # type: ignore[arg-type]
+        return [Asked(*(x[part] if isinstance(x, Tensor) else x for x in self)) for part in parts]  # type: ignore[arg-type]
 
 
 class Scorer:
@@ -105,7 +105,7 @@ class Scorer:
         if self.follows_length and lengths is not None:
             beyond = torch.arange(tokens.shape[1]) - lengths[:, None]
             doc_ids = (beyond // PADDING_PIECE + 1).clamp(min=0)
-        batch = Batch(tokens, doc_ids=doc_ids, positions=positions, wanted=wanted)
+        batch = Asked(tokens, doc_ids=doc_ids, positions=positions, wanted=wanted)
         logp, likeliest = self.ask(batch).cpu().unbind(-1)
         return logp, likeliest == wanted
 
@@ -136,7 +136,7 @@ class Scorer:
         and its CUDA graph; the first of them has the most prompts. On one device a batch stops when
         `has_ended` is true of every answer.
         """
-        batch = Batch(
+        batch = Asked(
             pad_sequence([torch.tensor(ids) for ids in prompts], batch_first=True),
             positions=torch.tensor([[len(ids) - 1] for ids in prompts]),
             generation=Generation(max_tokens, list(ends), length),
@@ -154,7 +154,7 @@ class Scorer:
         if self.group is not None:
             self._share([None] * self.ranks)
 
-    def ask(self, batch: Batch, has_ended: HasEnded | None = None) -> Tensor:
+    def ask(self, batch: Asked, has_ended: HasEnded | None = None) -> Tensor:
         """Deal the batch to all ranks and return the answer about each of its sequences, on the
         device, without waiting for it: losses of `targets` (B, T), 0 for -100; or ln p and the
         likeliest tokens (B, n, 2); or new tokens (B, max_tokens).
@@ -167,13 +167,13 @@ class Scorer:
             batch = own
         return self._forward(batch, has_ended if self.ranks == 1 else None)[:count]
 
-    def _share(self, parts: list[Any] | None) -> Batch | None:
+    def _share(self, parts: list[Any] | None) -> Asked | None:
         """Return this rank's part of the `parts` of rank 0."""
-        own: list[Batch | None] = [None]
+        own: list[Asked | None] = [None]
         dist.scatter_object_list(own, parts, src=0, group=self.group)
         return own[0]
 
-    def _forward(self, batch: Batch, has_ended: HasEnded | None = None) -> Tensor:
+    def _forward(self, batch: Asked, has_ended: HasEnded | None = None) -> Tensor:
         """Return the answer about this batch and those of all other data ranks."""
         tokens, targets, doc_ids, positions, wanted, generation = batch
         mask = Mask.causal() if doc_ids is None else Mask.documents(self._pinned(doc_ids))
@@ -197,7 +197,7 @@ class Scorer:
             return answer if self.parallel is None else self.parallel.all_gather_rows(answer)
 
     def _generated(
-        self, batch: Batch, generation: Generation, has_ended: HasEnded | None
+        self, batch: Asked, generation: Generation, has_ended: HasEnded | None
     ) -> Tensor:
         """Return (B, max_tokens) int64 new tokens; after the end of a sequence, an end token."""
         # Ranks that share weights all compute the same number

@@ -21,7 +21,7 @@ from longctx.config.fields import refuse
 from longctx.data.dataset import EncodedDocument
 from longctx.data.packing import pack
 from longctx.data.sequences import IGNORED, padding_ids
-from longctx.evaluation.score import Batch, OnBatch, Scorer
+from longctx.evaluation.score import Asked, OnBatch, Scorer
 
 # Batches that are packed together, and sequences at least: more waste less of each sequence.
 AHEAD = (4, 32)
@@ -184,7 +184,7 @@ def _launch(scorer: Scorer, batch: list[list[Window]]) -> Launched:
     is_alone = all(len(sequence) == 1 for sequence in batch) and not scorer.follows_length
     arrays = np.array(rows, dtype=np.int64).swapaxes(0, 1)  # (3, B, T)
     x, y, documents = map(torch.from_numpy, arrays)
-    losses = scorer.ask(Batch(x, y, None if is_alone else documents)).to("cpu", non_blocking=True)
+    losses = scorer.ask(Asked(x, y, None if is_alone else documents)).to("cpu", non_blocking=True)
     # Reading them waits for no batch that the GPU was given after this one
     copied = torch.cuda.Event() if scorer.device.type == "cuda" else None
     if copied is not None:

@@ -49,7 +49,7 @@ class Share(Fold):
         return rows.unflatten(0, (-1, self.sizes[self.index]))
 
 
-class GatedDelta(Family):
+class DeltaFamily(Family):
     """Layers of the gated delta rule by layer_types, else all but every fourth."""
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class GatedDelta(Family):
         return super().read_keys() | OPTIONS.keys()
 
 
-class Qwen35(GatedDelta):
+class Qwen35(DeltaFamily):
     """Attention has a gate, and positions may have three coordinates, which are equal in text."""
 
     def read(self, source: ConfigJson) -> GPTConfig:
@@ -141,7 +141,7 @@ RECURRENT_NORMS |= {"post_attention_layernorm": "feedforward_layer_norm"}
 ATTENTION_NORMS = {"feedforward_layer_norm": "post_attention_layernorm"}
 
 
-class OlmoHybrid(GatedDelta):
+class OlmoHybrid(DeltaFamily):
     """The state may have negative eigenvalues; without a rope_theta there are no positions."""
 
     def read(self, source: ConfigJson) -> GPTConfig:
