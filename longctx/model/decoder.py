@@ -229,9 +229,7 @@ def is_mixer(block: Any) -> bool:
 @functools.cache
 def say_slow(setting: str) -> None:
     """Print, once, that each new token costs a forward over the whole text."""
-    print(
-        f"{setting} has no decoding of its own: each new token reads its text anew", file=sys.stderr
-    )
+    print(f"{setting} has no decoding of its own: a new token reads its text anew", file=sys.stderr)
 
 
 def decoder_of(model: GPT, rows: int, length: int, graphs: bool | None = None) -> Decoder:

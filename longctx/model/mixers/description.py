@@ -164,11 +164,9 @@ class MixerKeys(Group):
                 if not (usual is None or is_number or type(value) is type(usual)):
                     yield f"model.mixer_options.{name}.{option}={value}: its usual value is {usual}"
         for name, part in layers.items():
-            # An option of no use may make weights that cannot be
-            if problem := part.computed_by.problem(part):
-                yield f"model.mixer={name}: {problem}"
-            if not part.linears:
-                yield f"model.mixer={name}: its weights have no matrix; give it one"
+            problem = part.computed_by.problem(part)
+            if problem or not part.linears:
+                yield f"model.mixer={name}: {problem or 'its weights have no matrix; give it one'}"
 
 
 def layer(mixer: str, *sizes: Any) -> AttentionSpec:
@@ -208,7 +206,5 @@ def check(model: Any, device: str, degree: int | str, method: str) -> None:
         if reason := part.computed_by.refusal(device):
             raise ValueError(setting + reason)
         if isinstance(degree, int) and degree > 1 and (heads % degree or method == "allgather"):
-            wanted = (
-                "context.method=ulysses" if heads % degree == 0 else f"one that divides {heads}"
-            )
-            raise ValueError(f"{setting}context={degree} shares its heads; give {wanted}")
+            give = "context.method=ulysses" if heads % degree == 0 else f"one that divides {heads}"
+            raise ValueError(f"{setting}context={degree} shares its heads; give {give}")
