@@ -39,7 +39,9 @@ MODELS: dict[str, PreTrainedConfig] = {
         **GROUPED, no_rope_layer_interval=2, **SPECIAL
     ),
     "qwen3_5, layers with a state": Qwen3_5TextConfig(
-        **GROUPED | {"head_dim": 8, "partial_rotary_factor": 0.5, "full_attention_interval": 2},
+        # A dictionary of its own: transformers would write into that of all others
+        **GROUPED | {"rope_parameters": {**SIZES["rope_parameters"], "partial_rotary_factor": 0.5}},
+        **{"head_dim": 8, "full_attention_interval": 2},
         **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
         **{"linear_key_head_dim": 6, "linear_value_head_dim": 8},
     ),
