@@ -18,8 +18,7 @@ from torch import Tensor
 
 from longctx.model.mixer import Batch, widened
 
-# Before, gradients of gated delta rules are wrong on Hopper (fla #1262 and #640)
-OLDEST, OLDEST_TRITON = Version("0.6"), Version("3.7.1")
+# Before, and with Triton before 3.7.1, gradients are wrong on Hopper (fla #1262 and #640)
 REMEDY = "pip install 'fla-core>=0.6.0' einops"
 
 
@@ -30,10 +29,10 @@ def refusal() -> str | None:
         found = version("fla-core")
     except PackageNotFoundError:
         return f"on a GPU it takes the kernels of fla-core, which is not installed: {REMEDY}"
-    if Version(found) < OLDEST:
+    if Version(found) < Version("0.6"):
         return f"fla-core {found} has wrong gradients on some GPUs: {REMEDY}"
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    if is_hopper and Version(triton := version("triton")) < OLDEST_TRITON:
+    if is_hopper and Version(triton := version("triton")) < Version("3.7.1"):
         return f"fla-core has wrong gradients with Triton {triton}: pip install 'triton>=3.7.1'"
     try:
         importlib.import_module("fla.ops")
