@@ -22,7 +22,7 @@ def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfi
     """
     rope.validate()
     if model.context is None:
-        raise ValueError(f"rope={rope.type}: the length that the weights know is not given")
+        raise ValueError(f"rope={rope.type}: the length that it was trained for is not known")
     kind = rope.type
     if kind == "auto":
         # A run of several lengths, or the first of several runs, stretches to the last one at once
