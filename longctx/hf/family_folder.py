@@ -61,7 +61,7 @@ def check_weights(config: GPTConfig, folder: Path) -> dict[str, Stored]:
     stored = by_expert(stored) if family.joins_experts else stored
     unused = {name for name in stored if not BUFFERS.fullmatch(name)}
     unused = {name for name in unused if not family.leaves_out(name, source)}
-    for piece in family.tensors(source):
+    for piece in family.tensors_of(source, stored):
         name, shape = piece.theirs, piece.shape
         tensor = stored.get(name)
         if tensor is None:
@@ -116,7 +116,7 @@ def load_weights(model: GPT, folder: Path) -> None:
     stored = check_weights(model.config, folder)
     parameters = dict(model.named_parameters())
     family, source = read_model(folder)
-    for piece in family.tensors(source):
+    for piece in family.tensors_of(source, stored):
         tensor = piece.fold.load(values_of(stored[piece.theirs]))
         sharding.write(parameters[piece.ours], tensor, piece.first)
         del tensor

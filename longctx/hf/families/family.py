@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -118,6 +118,10 @@ class Family:
         yield Piece("model.norm.weight", "norm.weight", 0, (config.channels,))
         if not config.tied:
             yield Piece(LM_HEAD, "head.weight", 0, embedding)
+
+    def tensors_of(self, config: GPTConfig, stored: Mapping[str, Any]) -> Iterator[Piece]:
+        """Yield every tensor of a folder, which has these of their shapes."""
+        return self.tensors(config)
 
     def renamed(self, block: BlockSpec, n: int) -> Iterator[Piece]:
         """Yield the tensors of layer `n` by the `names` of this family."""

@@ -8,7 +8,7 @@ after attention, and before the delta rule.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,3 +187,16 @@ class OlmoHybrid(DeltaFamily):
                 shape = rows, *piece.shape[1:]
                 yield piece._replace(theirs=theirs, first=first, shape=shape)
                 first += rows
+
+    def tensors_of(self, config: GPTConfig, stored: Mapping[str, Any]) -> Iterator[Piece]:
+        # transformers saves the convolutions in thirds, whatever the widths of q, k and v
+        total = {x.ours: x.rows.stop for x in self.tensors(config) if "_conv1d." in x.theirs}
+        for piece in self.tensors(config):
+            rows = -(-total.get(piece.ours, 0) // 3)
+            layer, _, name = piece.theirs.rpartition(".linear_attn.")
+            first = {"q_conv1d.weight": 0, "k_conv1d.weight": rows, "v_conv1d.weight": 2 * rows}
+            queries = stored.get(f"{layer}.linear_attn.q_conv1d.weight")
+            if name in first and queries is not None and queries.shape[0] == rows:
+                third = min(rows, total[piece.ours] - first[name])
+                piece = piece._replace(first=first[name], shape=(third, *piece.shape[1:]))
+            yield piece

@@ -146,7 +146,7 @@ def check_computation(theirs: Any, folder: Path) -> None:
     gradients = {family.named(name, source): gradient for name, gradient in saved}
     # A bias of k has no gradient but for rotation and rounding
     least = 1e-6 * theirs.get_input_embeddings().weight.grad.abs().max()
-    for piece in family.tensors(source):
+    for piece in family.tensors_of(source, gradients):
         weight = model.get_parameter(piece.ours)
         if not weight.requires_grad:
             continue
