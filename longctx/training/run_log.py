@@ -315,6 +315,8 @@ def warnings(run: Run, counts: dict[str, Any]) -> list[str]:
     trained = model.context or seq_len
     is_kept = config.init is not None and config.rope.type == "keep"
     is_kept = is_kept and model.rope_scaling.get("rope_type") != "dynamic"  # stretches itself
+    # A model that transformers computes keeps its positions whatever rope= says
+    remedy = "" if hasattr(model, "transformers") else ". rope=auto stretches positions"
     rows = {
         f"not read: {unread_files}": unread_files,
         # Such a model writes on until it has written all tokens that it may
@@ -332,8 +334,6 @@ def warnings(run: Run, counts: dict[str, Any]) -> list[str]:
         # A resumed run has said so when it began
         f"seq_len={seq_len:,} is {seq_len / trained:,.1f} times the {trained:,} tokens that the "
         "weights were trained for; at positions beyond them the loss starts far higher, and "
-        "training first has to undo that. rope=auto stretches positions": (
-            is_new and is_kept and seq_len > trained
-        ),
+        f"training first has to undo that{remedy}": (is_new and is_kept and seq_len > trained),
     }
     return [text for text, holds in rows.items() if holds]

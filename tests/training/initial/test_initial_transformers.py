@@ -1,5 +1,6 @@
 """Runs of a model that transformers computes: trained, resumed, evaluated, continued, exported."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -54,6 +55,14 @@ def test_it_is_evaluated_samples_and_is_exported(tuned, tmp_path, capsys):
     second = tuned("second", init=run, max_steps=1)
     before, after = validations(run)[-1], validations(second)[0]
     assert after["val_loss"] == pytest.approx(before["val_loss"], rel=1e-5)
+
+
+def test_positions_beyond_the_trained_ones_stay(tuned, folder, capsys):
+    settings = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 32}
+    (folder / "config.json").write_text(json.dumps(settings))
+    tuned(max_steps=1, rope="auto")
+    said = capsys.readouterr().out
+    assert "times the 32 tokens" in said and "rope=auto" not in said
 
 
 @pytest.mark.slow
