@@ -176,6 +176,8 @@ class FamilyTests:
     cases: Mapping[str, Mapping[str, Any]] = {}
     # ids that the class would place beyond the small vocabulary
     special: Mapping[str, Any] = {}
+    # sizes of the model whose keys are all tried; elsewhere the class has its own
+    few: Mapping[str, Any] = {}
     # keys that an export may write otherwise
     rewritten: tuple[str, ...] = ()
     # scalings that its class has
@@ -233,7 +235,7 @@ class FamilyTests:
     def content(self) -> dict[str, Any]:
         """Return a config.json with every key that transformers writes."""
         keys = deepcopy(SIZES) | SPECIAL | {"num_key_value_heads": 2, "head_dim": 8}
-        keys |= dict(self.special) | self.rope_keys(SIZES["rope_parameters"])
+        keys |= {**self.special, **self.few, **self.rope_keys(SIZES["rope_parameters"])}
         content = self.config_class(**keys).to_json_string(use_diff=False)
         return dict(json.loads(content))
 
