@@ -264,10 +264,10 @@ def smallest_change(workload: Workload, gpu: float, host: float) -> str:
     if other := first_that_fits(any_memory, gpu, host):
         return f"memory={other.memory}"
     # shorter sequences in any way
-    shorter = longest([one_row(any_memory)], gpu, host, limit=workload.seq_len)
+    shorter = longest(
+        [one_row(any_memory)], gpu, host, min(128, workload.seq_len), limit=workload.seq_len
+    )
     if shorter is None:
-        if sizes:
-            return f"batch_size={sizes[0]} accumulate={sequences // sizes[0]}"
         return "a smaller model="
     settings = f" memory={shorter.memory}" if shorter.memory != workload.memory else ""
     return f"seq_len={shorter.seq_len} batch_size=1{settings}, the longest that fits"

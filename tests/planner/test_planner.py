@@ -230,6 +230,10 @@ def test_the_smallest_change_fits():
     assert change.startswith("seq_len=")
     naive = replace(config, attention=AttentionConfig("naive"))
     assert "attention=flash" in fitting.smallest_change(naive, GIB, GIB)
+    large = with_policy(workload("model=8b", batch_size=4), "long")
+    assert fitting.smallest_change(large, 10 * GIB, 8 * GIB) == "a smaller model="
+    short = with_policy(one_b(seq_len=64, batch_size=20011), "fast")
+    assert "seq_len=64 batch_size=1" in fitting.smallest_change(short, 12 * GIB, 128 * GIB)
 
 
 def test_advice_names_a_policy_that_the_optimizer_takes(request):
