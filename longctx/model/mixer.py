@@ -74,8 +74,9 @@ class Batch:
 class Mixer(nn.Module):
     """The base of mixers. `weights` names them, `forward` computes, `naive` is the formula.
 
-    A weight of two dimensions is a linear layer, called as `self.NAME(x)`; LoRA, FP8 and Muon know
-    it. It is stacked of matrices if its rows are a tuple of numbers. All others are parameters.
+    A weight of two dimensions is a linear layer, called as `self.NAME(x)`; FP8 and Muon know it,
+    LoRA by its name. It is stacked of matrices if its rows are a tuple of numbers. All others are
+    parameters.
     A matrix called `out` writes to the residual stream: it starts smaller.
 
     options: the keys of model.mixer_options.NAME, with their defaults

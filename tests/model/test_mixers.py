@@ -111,6 +111,7 @@ def test_a_mixer_without_a_step_is_decoded_by_its_forward(capsys):
     [
         ({"mixer": ["shrt"]}, "did you mean short?"),
         ({"mixer": []}, "model.mixer="),
+        ({"layers": 2, "mixer": ["gdn", "gdn", "softmax"]}, "model.layers=2: give one to 2"),
         ({"mixer": ["short"], "mixer_options": {"short": {"taps": 4}}}, "options of short"),
         ({"mixer_options": {"short": {}}}, "model.mixer_options.short"),
         ({"mixer": ["gdn"], "mixer_options": {"gdn": [1]}}, "options of gdn"),

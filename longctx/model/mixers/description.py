@@ -150,9 +150,11 @@ class MixerKeys(Group):
 
     def problems(self) -> Iterator[str]:
         """Yield a message for layers or options that no mixer has."""
-        if not self.mixer:
-            yield f"model.mixer=[]: no layer can be made; give one of {', '.join(MIXERS)}"
-        layers = {part.mixer: part for part in of_model(self)}
+        model: Any = self
+        if not 0 < len(self.mixer) <= model.layers:
+            given = f"model.mixer=[{','.join(self.mixer)}] model.layers={model.layers}"
+            yield f"{given}: give one to {model.layers} of {', '.join(MIXERS)}"
+        layers = {part.mixer: part for part in of_model(model)}
         for name, given in self.mixer_options.items():
             has = layers[name].computed_by.options if name in layers else {}
             if not has or not isinstance(given, dict) or given.keys() - has:
