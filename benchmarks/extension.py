@@ -113,7 +113,7 @@ def run(options: Options, command: str, training: list[str]) -> None:
         print(f"\n{2 * number}. It trains {steps} steps of {tokens:,} tokens")
         # The first stage stretches to the last one's length; later ones find it long enough
         own = number == 1 and factor > 1 and not any(x.startswith("rope") for x in training)
-        stretched = [f"rope.factor={factor:g}"] if own else []
+        stretched = [f"rope.factor={factor}"] if own else []
         overrides = stage_of(options, model, trained, tokens, steps, [*stretched, *training])
         trained = train(out, f"stage-{number}", steps, overrides)
         print(f"\n{2 * number + 1}. The trained model reads the same texts")

@@ -49,11 +49,11 @@ def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfi
         trained = max(2, round(model.context / own["factor"]))
     original = rope.original or int(trained)
     factor = rope.factor or seq_len / original
-    reached = int(factor * original)
-    if factor * original < seq_len:
+    reached = int(factor * original + 1e-6)  # 1.001 · 1,000 is less than 1,001 in fp64
+    if reached < seq_len:
         raise ValueError(
             f"rope.factor={factor:g}: stretches {original:,} tokens to {reached:,}, less than "
-            f"seq_len={seq_len}; give rope.factor={seq_len / original:g} or leave it out"
+            f"seq_len={seq_len}; give rope.factor={seq_len / original} or leave it out"
         )
     if factor < 1:
         raise ValueError(

@@ -33,6 +33,16 @@ def test_a_given_factor_is_known_to_the_next_run():
     assert "linear" in how and "× 8" in how
 
 
+@pytest.mark.parametrize(("trained", "seq_len"), [(1000, 1001), (8192, 100000), (6144, 32768)])
+def test_the_advised_factor_reaches_any_length(trained, seq_len):
+    model = replace(PLAIN, context=trained)
+    with pytest.raises(ValueError, match=r"give rope\.factor=") as caught:
+        extended(model, RopeConfig("yarn", factor=1.0), seq_len)
+    advised = float(str(caught.value).partition("give rope.factor=")[2].split()[0])
+    for factor in (None, advised):
+        assert extended(model, RopeConfig("yarn", factor=factor), seq_len)[0].context == seq_len
+
+
 @pytest.mark.parametrize(("scaling", "factor", "kept"), TABLES["continued"])
 def test_auto_continues_the_scaling_of_the_weights(scaling, factor, kept):
     model = replace(PLAIN, rope_scaling=scaling)
