@@ -74,12 +74,13 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     entrants = {name: settings(name, plain) for name in options.mixers}
     about = {"command": command, "tokens of each run": steps * plain.tokens_per_step, **machine()}
     rows: list[Row] = []
+    # A model that cannot be is refused before the others train
+    models = {name: training_run([*words, *own], device).workload for name, own in entrants.items()}
     for name, own in entrants.items():
-        parameters = training_run([*words, *own], device).workload.parameters
+        parameters = models[name].parameters
         print(f"{name}: {parameters:,} parameters", flush=True)
         row = trained([*words, *own, f"max_steps={steps}"], out / name, end)
-        usual = (65536,) if device == "cuda" else ()
-        lengths = usual if options.lengths is None else options.lengths
+        lengths = (65536,) * (device == "cuda") if options.lengths is None else options.lengths
         for length in () if row["failed"] or time.monotonic() > end else lengths:
             others = [word for word in words if not word.startswith(("seq_len=", "batch_size="))]
             longer = training_run([*others, *own, f"seq_len={length}", "batch_size=1"], device)

@@ -156,6 +156,8 @@ def changes(score: str, mask: Mask, rows: int) -> tuple[Mod | None, Mod | None]:
     score_mod, mask_mod, _ = SCORES[score]
     if score == "none":
         return None, None
+    if mask.kind == "full":
+        raise ValueError(f"attention.options.score={score}: a full mask has no positions")
     # A query is at its last key: itself, if the mask is causal, also as the newest of a text
     assert mask.last is not None
     starts = torch.zeros_like(mask.last) if mask.doc_ids is None else first_of(mask.doc_ids)

@@ -255,6 +255,12 @@ def test_a_small_card_is_measured(tmp_path):
     assert line["`flash`"] == f"{speed:,.0f} (unknown card)"
 
 
+def test_arena_refuses_a_model_before_the_others_train(tmp_path, refused):
+    words = ["arena", "mixers=softmax,gdn-softmax", "model.layers=2", "minutes=0.001"]
+    refused(main([*words, f"out={tmp_path}/arena"]), "model.layers=2")
+    assert not (tmp_path / "arena").exists()
+
+
 @pytest.mark.slow  # two runs and two steps, each in a process of its own
 def test_arena_writes_a_page_of_mixers_and_plugins(tmp_path, monkeypatch, capsys, refused):
     for code in blocks("extend.md", "python")[:2]:
