@@ -179,7 +179,7 @@ def given_values(schema: type, arguments: Iterable[str]) -> dict[str, Any]:
             advice = "give one, or all to train -m" if schema is TrainConfig else "give one"
             raise ValueError(f"{name}={text}: several values; {advice}, or write a list as [a,b]")
         # A short name means one key; the same key twice is a mistake
-        if (first := given.setdefault(full, value)) != value:
+        if (first := given.setdefault(full, value)) is not value and first != value:  # nan
             raise ValueError(f"{name}={text}: {full}={shown(first)} is given too; leave one out")
     for name in positional(schema):
         if paths and name not in given:

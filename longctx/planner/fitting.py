@@ -177,8 +177,12 @@ def memory_line(asked: MemoryConfig, decided: Workload, chip: Chip, host: float)
     if decided.memory == plainest.memory:
         return f"{line}the fastest of all settings"
     line += "the fastest that fits" if fits(decided, room(chip), host) else "which takes least"
-    needed, there = predict(plainest).peak / GIB, room(chip) / GIB
-    return f"{line}; {plainest.memory} takes {needed:,.1f} GiB of {there:,.1f}"
+    memory = predict(plainest)
+    needed, there, place = memory.peak, room(chip), ""
+    if needed <= there:  # so the host has no room
+        needed, there, place = on_host(plainest, memory), max(0, host - HOST_LEFT), " on the host"
+    sizes = f"{needed / GIB:,.1f} GiB of {there / GIB:,.1f}{place}"
+    return f"{line}; {plainest.memory} takes {sizes}"
 
 
 def merged(workload: Workload) -> list[Workload]:
