@@ -135,6 +135,11 @@ def test_score_functions_of_a_file_are_checked(tmp_path, capsys):
     assert sum(line.startswith("ok") for line in lines) == 2 * (len(check.CHECKS) - 3)
 
 
+def test_decoding_is_checked_for_an_exact_backend():
+    found = check.decoding(check.Trial("softmax", "flash", "cpu"))
+    assert not isinstance(found, str) and found[0] <= found[1]
+
+
 def test_what_is_no_mixer_is_refused(refused, tmp_path):
     refused(cli.main(["check", "gdm"]), "gdm: no mixer")
     (tmp_path / "mine.py").write_text("x = 1\n")
