@@ -99,7 +99,7 @@ class Trial:
         x = x.detach().requires_grad_()
         with self.autocast(not naive):
             out = compute(*layer.project(x, *angles), model.masks(mask, shards, rows)[0])
-            added = layer.finish(out, x).float()
+            added = layer.branch(out, x).float()
         gradients = torch.autograd.grad(added, [x, *layer.parameters()], added)
         return [added.detach(), *gradients]
 
@@ -278,7 +278,7 @@ def memory(trial: Trial) -> Found:
     angles, batch = model.angles(mask, shards, (1, tokens), x.device)[0], Batch(mask, 1)
     with trial.autocast():
         before = torch.cuda.memory_allocated()
-        added = layer.finish(layer(*layer.project(x, *angles), batch), x)
+        added = layer.branch(layer(*layer.project(x, *angles), batch), x)
         saved = torch.cuda.memory_allocated() - before - added.nbytes
     # A gate's factors and what they multiply are planned apart
     wanted = tokens * (part.cost(2).saved + 4 * part.gate_size)

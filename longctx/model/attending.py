@@ -58,7 +58,7 @@ class Attending(Mixer, SelfAttention):
     # Those of attention: Mixer comes first, and has others
     reads_input = SelfAttention.reads_input
     project: Any = SelfAttention.project
-    finish = SelfAttention.finish
+    branch = SelfAttention.branch
 
     def attended(
         self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, key_bias: Tensor | None = None

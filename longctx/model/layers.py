@@ -175,10 +175,10 @@ class SelfAttention(nn.Module):
 
     @property
     def reads_input(self) -> bool:
-        """Return True if `finish` takes attention's input."""
+        """Return True if `branch` takes attention's input."""
         return self.gate is not None
 
-    def finish(self, out: Tensor, x: Tensor | None) -> Tensor:
+    def branch(self, out: Tensor, x: Tensor | None) -> Tensor:
         """Return what attention's output (B, T, H, D) adds to the residual stream; a gate is made
         of attention's input x.
         """
@@ -260,7 +260,7 @@ class Block(nn.Module):
         # A gate needs the `normed` input, made again if it is missing: no recomputation saves it.
         if self.attention.reads_input and normed is None:
             normed = self.attention_norm(x)
-        branch = self.attention_out_norm(self.attention.finish(out, normed))
+        branch = self.attention_out_norm(self.attention.branch(out, normed))
         x, normed = self.mlp_norm.add_and_norm(x, self.scaled(branch))
         branch = self.mlp_out_norm(self.mlp(normed, needs_value or self.always_needs_value))
         return x + self.scaled(branch)

@@ -4,9 +4,9 @@ layers.py; this is the base of all others, in mixers/ and in plugins.
 A mixer is called in three parts, as attention is. Recomputation runs the first and the last in
 tiles:
 
-    tensors = project(normed x),   out = forward(*tensors, batch),   branch = finish(out, normed x)
+    tensors = project(normed x),   out = forward(*tensors, batch),   added = branch(out, normed x)
 
-`project` and `finish` see each token alone, and do nothing unless a mixer brings its own. So
+`project` and `branch` see each token alone, and do nothing unless a mixer brings its own. So
 `forward(x, batch)` is all that a simple one needs.
 """
 
@@ -84,7 +84,7 @@ class Mixer(nn.Module):
         dimension 2 of all `tensors` and of `out`, and `batch.own_heads` of weights; None: refused
     names: weight → its tensor, or tensors, in a layer of a Hugging Face folder, for a family
     attends: how often it calls softmax attention, of the model's heads, for each token
-    reads_input: True if `finish` takes x
+    reads_input: True if `branch` takes x
     """
 
     options: ClassVar[Mapping[str, Any]] = {}
@@ -149,7 +149,7 @@ class Mixer(nn.Module):
         """Do as `forward`, by the formula."""
         raise NotImplementedError(f"{type(self).__name__} has no naive")
 
-    def finish(self, out: Tensor, x: Tensor | None) -> Tensor:
+    def branch(self, out: Tensor, x: Tensor | None) -> Tensor:
         """Return the branch (B, T, C) of the output of `forward`, and of the normed input x."""
         return out
 

@@ -34,7 +34,7 @@ def branch(mixer: torch.nn.Module, x: Tensor, naive: bool = False) -> list[Tenso
     """The mixer's output for packed documents, and every gradient."""
     batch = Batch(packed().bind(2, x.shape[1], x.shape[1], "cpu"), 2)
     compute = mixer.naive if naive else mixer
-    y = mixer.finish(compute(*mixer.project(x), batch), x)
+    y = mixer.branch(compute(*mixer.project(x), batch), x)
     weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
     return [y, *torch.autograd.grad((y * weight).sum(), [x, *mixer.parameters()])]
 

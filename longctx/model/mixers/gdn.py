@@ -183,7 +183,7 @@ class GatedDelta(Mixer):
             outs.append(out)
         return torch.stack(outs, dim=1).to(inputs[0].dtype)
 
-    def finish(self, out: Tensor, x: Tensor | None) -> Tensor:
+    def branch(self, out: Tensor, x: Tensor | None) -> Tensor:
         gate = self.gate(x).view(out.shape).to(out.dtype)
         eps = self.part.options["norm_eps"] or self.part.model.norm_eps
         gated = fla.gated_norm(out, gate, self.norm, eps)
