@@ -116,6 +116,7 @@ def test_a_mixer_without_a_step_is_decoded_by_its_forward(capsys):
         ({"mixer_options": {"short": {}}}, "model.mixer_options.short"),
         ({"mixer": ["gdn"], "mixer_options": {"gdn": [1]}}, "options of gdn"),
         ({"mixer": ["gdn"], "mixer_options": {"gdn": {"negative": "no"}}}, "usual value is False"),
+        ({"mixer": ["gdn"], "mixer_options": {"gdn": {"norm_eps": "x"}}}, "usual value is 0.0"),
         ({"mixer": ["gdn"], "mixer_options": {"gdn": {"key_heads": "4"}}}, "model.mixer=gdn"),
         ({"mixer": ["differential"], "mixer_options": {"differential": {"start": 1}}}, "below 1"),
     ],

@@ -50,9 +50,9 @@ class Sizes(NamedTuple):
 
 
 class GatedDelta(Mixer):
-    """The gated delta rule; a key head serves several value heads. null: as in all the model."""
+    """The gated delta rule; a key head serves several value heads. null, 0: as all the model."""
 
-    options = {**dict.fromkeys((*Sizes._fields, "norm_eps")), "negative": False}
+    options = {**dict.fromkeys(Sizes._fields), "norm_eps": 0.0, "negative": False}
     names = {
         "qkv": "linear_attn.in_proj_qkv.weight",
         "rates": ("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"),
