@@ -56,12 +56,12 @@ class Options(Group):
     mixers: tuple[str, ...] = key(ALL, "mixers, names of score functions, or of settings")
     tokens: int | None = key(None, "of each run; null: 8.4 million, on a CPU 196,608")
     lengths: tuple[int, ...] | None = key(None, "of steps to time; null: 65,536 on a GPU")
-    minutes: float = key(12.0, "what would begin after that is left out")
+    minutes: float = key(12.0, "for all; later runs and steps are left out")
     out: str = key("runs/arena", "a folder for the runs, page.md, page.png and page.json")
 
 
 def run(options: Options, command: str, overrides: list[str]) -> None:
-    """Train and time each entrant, and write the page anew after it."""
+    """Train and time each entrant; write the page again after each."""
     import torch
 
     check_unused(overrides, TAKEN)
@@ -74,7 +74,7 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     entrants = {name: settings(name, plain) for name in options.mixers}
     about = {"command": command, "tokens of each run": steps * plain.tokens_per_step, **machine()}
     rows: list[Row] = []
-    # A model that cannot be is refused before the others train
+    # All models are checked before the first one trains
     models = {name: training_run([*words, *own], device).workload for name, own in entrants.items()}
     for name, own in entrants.items():
         parameters = models[name].parameters
@@ -93,7 +93,7 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
 
 
 def settings(name: str, step: Workload) -> list[str]:
-    """Return an entrant's keys of train.py; ValueError for a name that nothing has."""
+    """Return an entrant's keys of train.py; ValueError for an unknown name."""
     if name in MIXERS:
         return [f"model.mixer=[{name}]"]
     if name in SCORES:
@@ -103,8 +103,8 @@ def settings(name: str, step: Workload) -> list[str]:
         known = ", ".join([*MIXERS, *SETTINGS])
         raise ValueError(f"mixers={name}: name the plugin that has it, or one of {known}")
     each = [str(n) for n in range(step.model.layers)]
-    most = ",".join(n for n in each if int(n) % 4 != 3)
-    texts = {"all": f"[{','.join(each)}]", "three_of_four": f"[{most}]"}
+    windowed = ",".join(n for n in each if int(n) % 4 != 3)
+    texts = {"all": f"[{','.join(each)}]", "three_of_four": f"[{windowed}]"}
     return SETTINGS[name].format(window=step.seq_len // 8, **texts).split()
 
 

@@ -28,7 +28,7 @@ PANELS = {
 }
 COLORS = {"naive": "tab:red", "sdpa": "tab:orange", "flash": "tab:green"}
 HOST = 64  # GiB of host memory
-# Whole steps of 8b with LoRA on nf4 on an H200 whose memory was capped: GB of a card → tokens
+# Whole steps of 8b with LoRA on nf4 under a cap of an H200's memory: GB of a card → tokens
 STEPPED = {24: 172160, 80: 421248}
 
 

@@ -6,8 +6,8 @@ context.
 An example of a data source in a file of one's own whose documents are made from those of another
 one: the files of data.path, else the embedded ones. Every document follows from its number alone.
 Pass keys of an evaluation have the same form, drawn from other seeds, so no answer was seen.
-Answers are few of the tokens, so every other document learns them alone, and the rest its whole
-text.
+Answers are few of the tokens, so in every other document they are the only targets. In the rest all
+tokens are.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class AttentionConfig(Group):
 
     @property
     def variant(self) -> str | None:
-        """The setting that makes it compute something else than softmax attention, if one does."""
+        """Return the setting by which it is no plain softmax attention, or None."""
         if not self.description.exact:
             return f"attention={self.backend}"
         score = self.options.get("score", "none")

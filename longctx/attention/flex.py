@@ -82,7 +82,7 @@ def _compiled(function: Any) -> Any:
 
 
 def block_mask(mask: Mask, Tk: int, heads: int = 1, mask_mod: Mod | None = None) -> BlockMask:
-    """Return the block mask of the intervals, and of `mask_mod` in them; T² answers never exist."""
+    """Return the block mask of the intervals and `mask_mod`; no (T, T) mask is ever in memory."""
     first, last = mask.first, mask.last
     assert first is not None and last is not None
 

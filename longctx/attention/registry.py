@@ -139,7 +139,7 @@ def register(name: str, backend: Backend) -> None:
 
 
 def register_score(name: str, score_mod: Mod | None = None, mask_mod: Mod | None = None) -> None:
-    """Make functions of FlexAttention's form available as `attention.options.score=name`.
+    """Make functions with FlexAttention's signatures available as attention.options.score=name.
 
     `score_mod(score, b, h, q_idx, kv_idx)` changes a score after scale and softcap;
     `mask_mod(b, h, q_idx, kv_idx)` is False for keys to hide. Positions count from the beginning of
@@ -152,22 +152,22 @@ def register_score(name: str, score_mod: Mod | None = None, mask_mod: Mod | None
 
 
 def changes(score: str, mask: Mask, rows: int) -> tuple[Mod | None, Mod | None]:
-    """Return the score_mod and mask_mod of that name, for tokens of so many rows under `mask`."""
+    """Return the score_mod and mask_mod of that name, for `rows` sequences under `mask`."""
     score_mod, mask_mod, _ = SCORES[score]
     if score == "none":
         return None, None
     if mask.kind == "full":
         raise ValueError(f"attention.options.score={score}: a full mask has no positions")
-    # A query is at its last key: itself, if the mask is causal, also as the newest of a text
+    # A query's position is that of its last key: its own, if the mask is causal; in decoding too
     assert mask.last is not None
     starts = torch.zeros_like(mask.last) if mask.doc_ids is None else first_of(mask.doc_ids)
-    starts, places = (x.expand(rows, -1) for x in (starts, mask.last - starts))
+    starts, positions = (x.expand(rows, -1) for x in (starts, mask.last - starts))
 
     def changed(s: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return score_mod(s, row, head, places[row, query], key - starts[row, query])
+        return score_mod(s, row, head, positions[row, query], key - starts[row, query])
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return mask_mod(row, head, places[row, query], key - starts[row, query])
+        return mask_mod(row, head, positions[row, query], key - starts[row, query])
 
     return changed if score_mod else None, sees if mask_mod else None
 

@@ -77,12 +77,12 @@ class DashboardOptions(Group):
 
 @dataclass
 class CheckOptions(Group):
-    """Check what a mixer or an attention backend must keep.
+    """Test a mixer, a score function or an attention backend.
 
     longctx check my_mixer.py
     """
 
-    name: str = key("", "a plugin or a name, or a folder for transformers", positional=True)
+    name: str = key("", "a plugin, a name, or a folder that transformers computes", positional=True)
 
 
 @dataclass

@@ -31,7 +31,7 @@ class Door(Mapping[str, Description]):
     def register(self, name: str, description: Description) -> None:
         """Let `key` have the value `name`; ValueError if the name is taken."""
         if name in self:
-            raise ValueError(f"{self.key}={name}: is registered already; choose another name")
+            raise ValueError(f"{self.key}={name} is already registered; choose another name")
         self._descriptions[name] = description
         KEYS.clear()  # it may have keys of its own
 

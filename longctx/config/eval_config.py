@@ -46,7 +46,7 @@ class RulerConfig:
     """RULER's tasks (arXiv 2404.06654), made from a seed and your own text: ruler=true.
 
     lengths: tokens of a text with its answer; null: 4,096, 8,192 … seq_len
-    tasks: null: the 11 of RULER; others are like GraphWalks, MRCR and OOLONG
+    tasks: null: the 11 of RULER; the others are like GraphWalks, MRCR and OOLONG
     """
 
     enabled: bool = key(False, "set by ruler=true", short=True)
@@ -74,7 +74,7 @@ class EvalConfig(Group):
     contexts: lengths to score the same tokens at; null: 1024 (or an eighth) … seq_len; []: none
     batch_size: windows per forward; null: 65,536 tokens on a GPU, 4,096 on a CPU
     wandb: send the result there too: disabled | auto | online | offline
-    chat_template: write prompts of tasks or ruler by the model's; null: of tasks, if it has one
+    chat_template: write prompts of tasks or ruler with it; null: those of tasks, if there is one
     """
 
     checkpoint: str | None = key(None, MODEL, positional=True, compared=False)
@@ -136,7 +136,7 @@ class ScoreConfig(EvalConfig):
     longctx score OWNER/NAME data=text data.path=docs/ seq_len=32k short=4k
     longctx train data=text data.path=docs/ data.filter=scored.jsonl
 
-    out: a line for each document: what its tokens gain by seq_len over short; a picture: .png
+    out: gets a line per document: nats per token that seq_len gains over short; picture: .png
     short: tokens of the short context; null: 1,024, or an eighth of a seq_len below 8,192
     """
 

@@ -255,7 +255,7 @@ def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any
     gains: dict[str, Any] = {}
     with Progress("tokens") as progress:
         if isinstance(config, eval_config.ScoreConfig):
-            # First, since it refuses what cannot gain before an hour of scoring
+            # The short context first: it refuses what cannot gain before an hour of scoring
             short = config.short or min([*usual, setup.context])
             longer = longer_documents(setup.documents(), setup.context, short)
             size = max(1, tokens // short)

@@ -75,13 +75,13 @@ class RulerTask(NamedTuple):
 
 
 class Texts:
-    """The samples of the tasks of `config`, made of `text`, as a user's turns of a `template`."""
+    """The samples of the tasks of `config`, made of `text`; user turns if there is a `template`."""
 
     def __init__(
         self, config: RulerConfig, tokenizer: Tokenizer, text: str, template: Template | None = None
     ) -> None:
         self.config, self.tokenizer, self.template = config, tokenizer, template
-        # As text of a user they would end the turn
+        # In a user's turn these tokens would end it
         for token in [] if template is None else template.special:
             text = text.replace(token, " ")
         self.essay = essay_words(text)

@@ -37,7 +37,7 @@ from longctx.model.mixers.description import MIXERS, SOFTMAX, class_of
 from longctx.spec.model_config import GPTConfig
 
 LENGTHS = (1, 2, 33, 70, 5, 64, 17)  # of documents; the last one is padding in a step
-CHANGED = 60  # the token of the fourth document from which on a probe changes it
+CHANGED = 60  # the leak check changes the fourth document from this token on
 LARGE = 2**31  # elements, from which on offsets of 32 bits are wrong
 EXACT = 5e-5
 SIZES: dict[str, Any] = {"channels": 64, "heads": 4, "kv_heads": 4, "ffn": 96, "vocab_size": 97}

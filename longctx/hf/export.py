@@ -240,8 +240,8 @@ def export_adapter(
     for theirs, shares in shares_of(pieces).items():
         adapted = {piece.ours for piece in shares if piece.ours in layers}
         if len(adapted) > 1:
-            merged = "leave adapter out, which writes the merged model"
-            raise ValueError(f"adapter=true: LoRA adds to parts of {theirs} apart; {merged}")
+            merged = "leave adapter out to write the merged model"
+            raise ValueError(f"adapter=true: peft cannot adapt parts of {theirs} apart; {merged}")
         for layer in map(layers.__getitem__, adapted):
             name = theirs.removesuffix(".weight")
             # A wrapper's language model lies one level deeper

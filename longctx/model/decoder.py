@@ -6,11 +6,11 @@ Their keys and values stay in a cache. From then on a forward is of one token pe
 attends to the cache. Such a forward takes a GPU less time than its launches take a CPU, so on a GPU
 it is captured in a CUDA graph once and replayed.
 
-Another mixer than attention keeps a state of one size for each text, see `Mixer.step`.
+A mixer in place of attention keeps a state of fixed size for each text, see `Mixer.step`.
 
 If the backend is exact, the cache is read by its formula (longctx/attention/naive.py), which a
 kernel computes on a GPU. Others bring a `decode` of their own. If a layer has none, each new token
-reads its text anew.
+computes its whole text again.
 
 The blocks are those of training, called in the two parts on either side of attention. If the
 frequencies of RoPE depend on the length of the input (dynamic, longrope), they follow it token by
@@ -229,7 +229,7 @@ def is_mixer(block: Any) -> bool:
 @functools.cache
 def say_slow(setting: str) -> None:
     """Print, once, that each new token costs a forward over the whole text."""
-    print(f"{setting} has no decoding of its own: a new token reads its text anew", file=sys.stderr)
+    print(f"{setting} has no decoding: each new token computes its text again", file=sys.stderr)
 
 
 def decoder_of(model: GPT, rows: int, length: int, graphs: bool | None = None) -> Decoder:

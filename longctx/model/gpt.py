@@ -237,8 +237,8 @@ class GPT(nn.Module):
         return self.norm(self._through_blocks(tokens, angles, masks))
 
     def masks(self, mask: Mask, shards: Shards, rows: int) -> list[Any]:
-        """Return the mask of each layer, for a mixer as a Batch of so many `rows`, from the bound
-        `mask` of whole sequences.
+        """Return the mask of each layer, or its `Batch` if it is a mixer, from the bound `mask` of
+        `rows` whole sequences.
         """
         # Each window's is made once, for all layers that have it
         made: dict[Any, Any] = {}

@@ -250,7 +250,7 @@ class Block(nn.Module):
         return branch if self.branch_scale == 1 else branch * self.branch_scale
 
     def before(self, x: Tensor, *angles: Tensor) -> tuple[Tensor, ...]:
-        """q, k and v of the block's input, or what else the mixer takes."""
+        """Return q, k and v of the block's input, or the tensors that its mixer takes."""
         return self.attention.project(self.attention_norm(x), *angles)
 
     def after(

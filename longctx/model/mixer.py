@@ -43,25 +43,25 @@ class Batch:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Each token's position in its own document, (B, T) int64."""
+        """Return each token's position in its own document, (B, T) int64."""
         return self.mask.positions(self.rows, self.length, self.device)
 
     @cached_property
     def offsets(self) -> Tensor:
-        """First token of each document, then their number: int64, of all sequences in a row."""
+        """Return cu_seqlens of all sequences in a row, int64: starts of documents, and the end."""
         if self.mask.offsets is not None:
             return self.mask.offsets.long()
         return self.length * torch.arange(self.rows + 1, device=self.device)
 
     @cached_property
     def offsets_on_host(self) -> Tensor:
-        """The same in the CPU's memory, without waiting for a device."""
+        """Return `offsets` in the CPU's memory, without waiting for a device."""
         lengths = self.mask.lengths or (self.length,) * self.rows
         return torch.tensor([0, *lengths]).cumsum(0)
 
     @cached_property
     def documents(self) -> Tensor:
-        """Each token's document, (B, T) int64, counted through all sequences."""
+        """Return each token's document, (B, T) int64, counted through all sequences."""
         tokens = torch.arange(self.rows * self.length, device=self.device)
         numbers = torch.searchsorted(self.offsets, tokens, right=True) - 1
         return numbers.view(self.rows, self.length)
@@ -75,16 +75,16 @@ class Mixer(nn.Module):
     """The base of mixers. `weights` names them, `forward` computes, `naive` is the formula.
 
     A weight of two dimensions is a linear layer, called as `self.NAME(x)`; FP8 and Muon know it,
-    LoRA by its name. It is stacked of matrices if its rows are a tuple of numbers. All others are
-    parameters.
-    A matrix called `out` writes to the residual stream: it starts smaller.
+    LoRA by its name. If its rows are a tuple of numbers, it stacks several matrices. Other weights
+    are parameters. A matrix called `out` writes to the residual stream, so its initial weights are
+    smaller.
 
     options: the keys of model.mixer_options.NAME, with their defaults
     share: how context=N divides it; "heads": a rank has all tokens of some heads, that is of
         dimension 2 of all `tensors` and of `out`, and `batch.own_heads` of weights; None: refused
     names: weight → its tensor, or tensors, in a layer of a Hugging Face folder, for a family
-    attends: how often it calls softmax attention, of the model's heads, for each token
-    reads_input: True if `branch` takes x
+    attends: calls of softmax attention with the model's heads, in one forward
+    reads_input: True if `branch` takes the normed input x
     """
 
     options: ClassVar[Mapping[str, Any]] = {}
@@ -120,7 +120,7 @@ class Mixer(nn.Module):
 
     @classmethod
     def heads(cls, spec: MixerSpec) -> int:
-        """Return a number that devices may divide, if `share` is "heads"."""
+        """Return the number of heads that devices share if `share` is "heads"."""
         return int(spec.model.heads)
 
     @classmethod
@@ -134,11 +134,11 @@ class Mixer(nn.Module):
         return None
 
     def start(self, name: str, weight: Tensor) -> None:
-        """Fill a weight that is no matrix for the beginning of training."""
+        """Initialize a weight that is no matrix."""
         nn.init.zeros_(weight)
 
     def project(self, x: Tensor, *angles: Tensor) -> tuple[Tensor, ...]:
-        """Return what `forward` takes, of the normed input x (B, T, C) and its rotary positions."""
+        """Return the tensors for `forward`, from normed inputs x (B, T, C) and rotary `angles`."""
         return (x,)
 
     def forward(self, *tensors: Any) -> Tensor:
@@ -146,22 +146,22 @@ class Mixer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no forward")
 
     def naive(self, *tensors: Any) -> Tensor:
-        """Do as `forward`, by the formula."""
+        """Return the result of `forward`, by the formula."""
         raise NotImplementedError(f"{type(self).__name__} has no naive")
 
     def branch(self, out: Tensor, x: Tensor | None) -> Tensor:
         """Return the branch (B, T, C) of the output of `forward`, and of the normed input x."""
         return out
 
-    # Decoding: a mixer without `step` reads each text anew for every token
+    # Decoding: without `step` each new token computes its whole text again
 
     def prefill(self, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Do as `forward`; return the state after each document too, (documents, ...)."""
+        """Return the result of `forward`, and the state after each document, (documents, ...)."""
         raise NotImplementedError(f"{type(self).__name__} has no decoding of its own")
 
     def step(self, *tensors: Any) -> Tensor:
-        """Return out (B, 1, ...) of the next token of each text, of `project` and the state, which
-        it changes in place.
+        """Return out (B, 1, ...) for the next token of each text, given the tensors of `project`
+        and the state. The state is updated in place.
         """
         raise NotImplementedError(f"{type(self).__name__} has no decoding of its own")
 

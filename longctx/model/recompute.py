@@ -9,7 +9,7 @@ So x, out and attention's lse, the saved activations, are enough for its gradien
 `before` run again, tile by tile, and attention's backward takes out and lse as they are. A backend
 without such a backward (all but flash) runs its forward again.
 
-Another mixer than attention runs its forward again, too, of all tokens and heads at one time.
+A mixer in place of attention runs its forward again too, for all tokens and heads at one time.
 
 With memory.keep_every=n only the x of every n-th block is saved: the others are after(x, out) of
 the block before, which needs no attention either. Gradients of weights are added up over the tiles
@@ -313,7 +313,7 @@ def _attention_backward(
 
 
 def _mixer_backward(tape: _Tape, i: int, do: Tensor, tensors: Tokens, sums: _Sums) -> Tokens:
-    """Return the gradients of the `tensors` that block i's mixer takes; it runs again."""
+    """Return the gradients of the `tensors` that block i's mixer takes; run its forward again."""
     leaves = [tape.rows(t.detach()).requires_grad_() for t in tensors]
     with torch.enable_grad():
         out = tape.blocks[i].attention(*leaves, tape.masks[i])

@@ -106,7 +106,7 @@ def attention_backward(block: BlockSpec, p: Pass) -> float:
     e, C = p.activation, block.mlp.size
     q, kv = block.attention.query_size, block.attention.key_size
     if isinstance(block.attention, MixerSpec):
-        # Residual; the output's gradient; what the mixer saves, again, and its own
+        # Residual; the output's gradient; what the mixer saves, if it runs again, and its backward
         again = attention_saved(block.attention, p) if p.recompute == "block" else 0
         gradients = e * (q + 2 * kv) if block.attention.attends else 0
         own = gradients + block.attention.cost(e).backward
@@ -133,7 +133,7 @@ def forward(block: BlockSpec, p: Pass) -> float:
     C, q = block.mlp.size, block.attention.query_size
     in_tile = 2 * C if block.mlp_out_norm is None else 3 * C
     stream = p.activation * ((2 * C + q) * p.tokens + in_tile * p.tile)
-    # As if nothing that a mixer makes were free before its end
+    # Assume that a mixer frees nothing before its end
     is_mixer = isinstance(block.attention, MixerSpec)
     mixed = attention_saved(block.attention, p) if is_mixer else 0.0
     return stream + mixed + block.mlp.forward(p)

@@ -63,7 +63,7 @@ def _ways(keys: tuple[Any, ...], states: Sequence[str], is_alone: bool) -> list[
     searches_heads = len(options["heads_at_once"]) > 1
 
     def settings(recompute: str, *values: Any) -> Iterator[MemoryConfig]:
-        """Yield the possible ones of each policy and tile."""
+        """Yield the possible settings of each policy and tile."""
         for policy, tile in product(memory.policies(), options["mlp_tile"]):
             x = replace(memory, **dict(zip(SEARCHED, (*values, tile), strict=True))).filled(policy)
             is_possible = x.optimizer_state in states and not x.contradiction(policy)
@@ -128,8 +128,8 @@ def first_that_fits(
     def step(memory: MemoryConfig) -> Workload:
         return replace(workload, memory=memory)
 
-    # No step of a way is faster than its first: a way that promises less than a step that was found
-    # is not asked if it fits
+    # A way's first step is its fastest. A way whose first step is slower than one that was found is
+    # not tried.
     each = ways(workload)
     promised = [tokens_per_second(step(way[0][0]), chip) for way in each]
     best, speed = len(each), -1.0
@@ -137,8 +137,8 @@ def first_that_fits(
     for n in sorted(range(len(each)), key=lambda n: -promised[n]):
         if (promised[n], -n) < (speed, -best):
             break
-        # Most ways have no share with which the GPU has room. The smallest that has is the fastest,
-        # and takes least of the host.
+        # With most ways no share leaves room on the GPU. The smallest that does is the fastest, and
+        # takes least of the host.
         *others, largest = each[n]
         if predict(step(largest[-1]), gpu).peak > gpu:
             continue
@@ -228,8 +228,8 @@ def _longest_in(
     for *_, memory in reversed(way):
         if not lengths:
             break
-        # Most ways are no longer: the first length is tried before those in the middle, and smaller
-        # shares on the host take more of the GPU
+        # Most ways reach no further, so the first length is tried before those in the middle.
+        # Smaller shares on the host take more of the GPU.
         first = replace(at(lengths[0]), memory=memory)
         if (predicted := predict(first, gpu)).peak > gpu:
             break

@@ -36,7 +36,7 @@ class ExpertsConfig(Group):
     dense_layers: list[int] = key([], between=(0, 4095), needs="count")
     router: str = key("softmax", choices=("softmax", "sigmoid_bias"), needs="count")
     shared: int = key(0, between=(0, 4096), needs="count")
-    shared_gate: bool = key(False, "their sum times σ(w · input), as in Qwen3-Next", needs="shared")
+    shared_gate: bool = key(False, "shared sum times σ(w·input), as in Qwen3-Next", needs="shared")
     scale: float = key(1.0, "factor of the k weights of a token", above=0, needs="count")
     normalize: bool = key(True, "the k weights of a token add up to 1", needs="count")
     biased: bool = key(False, "biases in router and experts, as in gpt-oss", needs="count")

@@ -46,7 +46,7 @@ class GPTConfig(mixers.MixerKeys):
     rotary_share: share of a head's channels that rotate, the first ones
     window: keys that a query sees, its own among them; null: all before it
     window_layers: layers with it, from 0; null: all
-    norms: pre: before attention and MLP; post: after; sandwich: both; mixed: post if softmax
+    norms: pre: before attention and MLP; post: after; sandwich: both; mixed: post with softmax
     qk_norm: RMSNorm of q and k, of each head or of all
     attention_gate: channel: attention's output times σ(W · input)
     query_growth: [beta,n]: queries are multiplied by 1 + beta · ln(1 + floor(position / n))
@@ -271,7 +271,7 @@ class GPTConfig(mixers.MixerKeys):
         return [(linear.outputs, linear.columns) for linear in linears if linear.packs]
 
     def lora_widths(self, targets: Collection[str], of_token: bool = False) -> int:
-        """Return rows and columns of the matrices that LoRA adapts, or that adapt each token."""
+        """Return rows plus columns of the matrices that LoRA adapts, or of those for one token."""
         linears = [(n, *item) for block, n in self.kinds for item in block.linears.items()]
         return sum(
             n * (x.columns + x.outputs // x.experts) * (x.active if of_token else x.experts)
@@ -350,7 +350,7 @@ class LoraConfig:
         return self.alpha / math.sqrt(self.rank or 1) if self.rslora else self.scaling
 
     def parameters(self, model: GPTConfig, of_token: bool = False) -> int:
-        """Return the parameters that LoRA adds to `model`, or to a token; 0 without LoRA."""
+        """Return the parameters that LoRA adds to `model`, or those for one token."""
         return self.rank * model.lora_widths(self.targets, of_token) if self.rank else 0
 
     def frozen_bytes(self, model: GPTConfig, each: int) -> int:

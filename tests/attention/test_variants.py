@@ -43,7 +43,7 @@ def ends(b, h, q_idx, kv_idx):
 
 
 def of_places(score, b, h, q_idx, kv_idx):
-    """Scores depend on both places, not on their distance alone."""
+    """Scores depend on both positions, not on their distance alone."""
     return score + torch.cos(q_idx * 0.3 + kv_idx * kv_idx * 0.1) * (h + 1)
 
 
@@ -205,7 +205,7 @@ def test_steps_are_the_whole_forward(backend, capsys):
     for row, n in enumerate(starts):
         expected = model(texts[row : row + 1])[0, n - 1 : n + 5]
         torch.testing.assert_close(torch.stack(steps)[:, row], expected, rtol=1e-4, atol=1e-4)
-    assert ("reads its text anew" in capsys.readouterr().err) == (backend == "whole")
+    assert ("computes its text again" in capsys.readouterr().err) == (backend == "whole")
     differs = (small("naive")(texts) - model(texts)).abs().max() > 0.1
     assert differs == (backend not in ("naive", "sdpa"))
 

@@ -87,7 +87,7 @@ def test_z_loss_is_logged_beside_cross_entropy(trained):
 
 
 def test_a_name_is_registered_once(own):
-    with pytest.raises(ValueError, match="lr_schedule=cosine: is registered"):
+    with pytest.raises(ValueError, match="lr_schedule=cosine is already registered"):
         learning_rate.register("cosine", SCHEDULES["cosine"])
 
 

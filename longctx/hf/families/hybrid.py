@@ -30,8 +30,8 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Share(Fold):
-    """A tensor of the folder has rows of several of ours in each head, `sizes` of them; those of
-    number `index` are this one's.
+    """A tensor of the folder stacks rows of several of ours, head by head: `sizes` rows of each.
+    This one's are those of number `index`.
     """
 
     sizes: Sequence[int]

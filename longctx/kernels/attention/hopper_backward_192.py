@@ -188,7 +188,7 @@ def store_p(
 def store_ds(dp, delta, p, ps, dss, slot, key_bias, cap, HAS_BIAS: gl.constexpr):
     """ds = p (dp - delta), of a piece of the keys. Return it as an operand of dq.
 
-    With a bias each warp adds up its queries' for each key, of p in `ps`, without a slope of tanh.
+    With a bias each warp sums its queries' gradients of it; `ps` has p without the slope of tanh.
     """
     ds = dss.index(slot)
     x = p.to(gl.float32)

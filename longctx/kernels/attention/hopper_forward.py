@@ -152,11 +152,11 @@ CONFIGS = {  # by head size
     192: ForwardConfig(64, 3, 2, 240, True, True, False, out_in_q=True),
     256: ForwardConfig(64, 2, 2, 240, True, False, False, out_in_q=True),
 }
-# By the span of `Intervals` and the head size, where another is faster. In short windows consumers
-# do not take turns, and each begins at its own first keys. Documents have many tiles that are seen
-# in part: fewer queries in a tile, fewer of those. One H200, 65,536 tokens, heads of 64, median ms
-# by CONFIGS and by this one: 64/8 heads, window 128 1.26, 1.14; with sinks 1.37, 1.24; 32/8 heads,
-# documents of 3,000 2.42, 2.02; 64/8 with sinks 4.34, 4.02; 16,384 keys would take 1.96, 2.09
+# Configs that are faster for a span of `Intervals` and a head size. In short windows consumers do
+# not take turns, and each begins at its own first keys. Documents have many tiles that are seen in
+# part, and fewer with fewer queries in each. One H200, 65,536 tokens, heads of 64, median ms with
+# CONFIGS → with these: 64/8 heads, window 128: 1.26 → 1.14, with sinks 1.37 → 1.24; 32/8 heads,
+# documents of 3,000: 2.42 → 2.02; 64/8, with sinks: 4.34 → 4.02; but 16,384 keys: 1.96 → 2.09
 OTHER_CONFIGS = {
     ("short", 64): ForwardConfig(64, 4, 3, 160, False, False, True, True),
     ("packed", 64): ForwardConfig(128, 3, 2, 240, True, False, True, True),

@@ -32,8 +32,8 @@ from longctx.kernels.attention.hopper_primitives import Queue, bar_sync, load_pa
 from longctx.kernels.attention.portable import scheduled_tile, visible_tiles
 
 Q_DO_EMPTY = gl.constexpr(13)  # named barrier 13 + tile & 1: q and do have been read
-# of a tile of keys: their biases, then zeros to which the owner adds the gradient, a row for each
-# of four warps, or one. An addition drops its line of L1, so biases have lines of their own
+# Rows of a tile of keys: biases, then zeros to which the owner adds the gradient, a row for each of
+# four warps, or one. An addition drops its line from L1, so biases have lines of their own
 BIAS_ROWS = gl.constexpr(5)
 LAST_TURN = gl.constexpr(1 << 30)  # of the first keys, if tiles go from the last ones
 

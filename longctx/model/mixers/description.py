@@ -42,7 +42,7 @@ def register(name: str, mixer: Any) -> None:
     """Let model.mixer= have the value `name`; ValueError if the name is taken."""
     is_own = mixer.__module__ == f"longctx.model.mixers.{name}"
     if MIXERS.get(name) or (name in MIXERS and not is_own):
-        raise ValueError(f"model.mixer={name}: is registered already; choose another name")
+        raise ValueError(f"model.mixer={name} is already registered; choose another name")
     MIXERS[name] = mixer
 
 
@@ -61,7 +61,7 @@ class MixerSpec(AttentionSpec):
 
     @property
     def computed_by(self) -> Any:
-        """The class."""
+        """Return the class."""
         return class_of(self.mixer)
 
     def build(self, *arguments: Any) -> Any:
@@ -69,12 +69,12 @@ class MixerSpec(AttentionSpec):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Its values of model.mixer_options.NAME, with defaults."""
+        """Return its values of model.mixer_options.NAME, with defaults."""
         return {**self.computed_by.options, **self.model.mixer_options.get(self.mixer, {})}
 
     @cached_property
     def shapes(self) -> dict[str, tuple[Any, ...]]:
-        """The shape of each weight."""
+        """Return the shape of each weight."""
         return dict(self.computed_by.weights(self))
 
     @cached_property
@@ -104,7 +104,7 @@ class MixerSpec(AttentionSpec):
 
     @property
     def query_size(self) -> int:
-        """Width of the output of its `forward`."""
+        """Return the width of the output of its `forward`."""
         return int(self.computed_by.width(self))
 
     @property
@@ -119,7 +119,7 @@ class MixerSpec(AttentionSpec):
 
     @property
     def softmax(self) -> AttentionSpec:
-        """The attention layer of its sizes."""
+        """Return the attention layer of its sizes."""
         sizes = self.name, self.folder, self.size, self.model, self.window, self.rope
         return AttentionSpec(*sizes, self.rotates)
 
@@ -136,7 +136,7 @@ class MixerKeys(Group):
     """The keys of a model that choose its mixers."""
 
     mixer: list[str] = key([SOFTMAX], "what mixes tokens in each layer, repeated", choices=MIXERS)
-    mixer_options: dict[str, Any] = key({}, "model.mixer_options.NAME.KEY=value of a mixer's own")
+    mixer_options: dict[str, Any] = key({}, "of mixers: model.mixer_options.NAME.KEY=value")
 
     def mixer_of(self, layer: int) -> str:
         """Return the name of what mixes tokens in `layer`."""
@@ -161,10 +161,10 @@ class MixerKeys(Group):
                 names = f"the options of {name} in model.mixer: {', '.join(has) or 'none'}"
                 yield f"model.mixer_options.{name}={given}: give {names}"
             for option, value in given.items():
-                usual = has[option]
-                is_number = isinstance(usual, float) and type(value) is int
-                if not (usual is None or is_number or type(value) is type(usual)):
-                    yield f"model.mixer_options.{name}.{option}={value}: its usual value is {usual}"
+                default = has[option]
+                is_number = isinstance(default, float) and type(value) is int
+                if not (default is None or is_number or type(value) is type(default)):
+                    yield f"model.mixer_options.{name}.{option}={value}: its default is {default}"
         for name, part in layers.items():
             problem = part.computed_by.problem(part)
             if problem or not part.linears:
@@ -177,12 +177,12 @@ def layer(mixer: str, *sizes: Any) -> AttentionSpec:
 
 
 def of_model(model: Any) -> list[MixerSpec]:
-    """Return the layers of `model` that are no softmax attention, each sort once."""
+    """Return the layers of `model` that a `Mixer` computes, each kind once."""
     return [x.attention for x, _ in model.kinds if isinstance(x.attention, MixerSpec)]
 
 
 def attends(part: AttentionSpec) -> int:
-    """Return how often the layer computes softmax attention."""
+    """Count the layer's calls of softmax attention."""
     return part.attends if isinstance(part, MixerSpec) else 1
 
 
@@ -193,7 +193,7 @@ def plugins_of(model: Any) -> list[Path]:
 
 
 def shared_heads(model: Any) -> int:
-    """Return a number of heads: devices can share sequences if their number divides it."""
+    """Return the number of heads that a number of devices must divide to share sequences."""
     classes = [(part, part.computed_by) for part in of_model(model)]
     return gcd(model.heads, *(x.heads(part) if x.share else 1 for part, x in classes))
 

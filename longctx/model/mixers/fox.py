@@ -54,7 +54,7 @@ class Fox(Attending):
 
     def forward(self, *tensors: Any) -> Tensor:
         q, k, v, gates, batch = tensors
-        # In fp64: of a long row, the sum of all before a key is much more than what counts of it
+        # fp64: in a long row the sums are much larger than the differences that count
         bias = -self.log_f(gates, batch).double().cumsum(2).float()
         return self.attended(q, k, v, batch, key_bias=bias)
 

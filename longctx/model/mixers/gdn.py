@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
 
 
 class GatedDelta(Mixer):
-    """The gated delta rule; a key head serves several value heads. null, 0: as all the model."""
+    """The gated delta rule; a key head serves several value heads. null, 0: as in the model."""
 
     options = {**dict.fromkeys(Sizes._fields), "norm_eps": 0.0, "negative": False}
     names = {
@@ -193,7 +193,7 @@ class GatedDelta(Mixer):
     def prefill(self, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         *given, batch = tensors
         inputs, offsets = joined(given).flatten(0, 1), batch.offsets
-        # Of each document the convolutions read its last inputs next, or zeros before them
+        # The convolutions read a document's last inputs next, and zeros before its first
         last = offsets[1:, None] + torch.arange(1 - TAPS, 0, device=inputs.device)
         past = inputs[last.clamp(min=0)] * (last >= offsets[:-1, None])[..., None]
         if inputs.is_cuda:
@@ -226,7 +226,7 @@ def joined(inputs: Sequence[Tensor]) -> Tensor:
 
 
 def normed(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-    """Return q / √K and k of length 1, a head for each of the values, and these."""
+    """Return q / √K and k of length 1, with as many heads as the values, and the values."""
     repeats = values.shape[2] // keys.shape[2]
     wide = [widened(tensor).repeat_interleave(repeats, dim=2) for tensor in (queries, keys)]
     queries, keys = (
@@ -263,10 +263,10 @@ def chunked(*tensors: Tensor, size: int = CHUNK) -> tuple[Tensor, Tensor]:
     queries, keys, values, decays, strengths = chunks
     numbers = documents.unflatten(1, (-1, size)).transpose(0, 1)[:, :, None]
     same = (numbers[..., :, None] == numbers[..., None, :]).tril()
-    # A chunk begins with the last document of the one before, if that goes on, and has its own last
+    # carried: tokens of the document that ends the chunk before; stays: of the one that ends this
     before = F.pad(numbers[:-1, ..., -1:], (0, 0, 0, 0, 0, 0, 1, 0), value=-1)
     carried, stays = ((numbers == tensor)[..., None] for tensor in (before, numbers[..., -1:]))
-    # e^{Gi−Gj}, e^G and e^{Gc−G}; sums in fp64, or a document that forgets fast rounds the next one
+    # e^{Gi−Gj}, e^G and e^{Gc−G}; fp64, or a large sum of one document would round the next one's
     sums, wide = decays.double().cumsum(dim=-2), keys.dtype
     fades = ((sums - sums.mT).clamp(max=0).exp() * same).to(wide)
     reached = (sums.exp() * carried).to(wide)
