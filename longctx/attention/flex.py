@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
-from longctx.attention.registry import AttentionRequest, Backend, Mod, Output, changes, register
+from longctx.attention.registry import AttentionRequest, Backend, Mod, Output, mods, register
 from longctx.kernels.attention import Scores
 from longctx.kernels.attention.key_bias import reference
 
@@ -41,7 +41,7 @@ class Flex(Backend):
         heads = (x.transpose(1, 2) for x in (q, k, v))
         options: dict[str, Any] = {"scale": scores.scale, "enable_gqa": True}
         options["return_aux"] = torch_flex.AuxRequest(lse=True)
-        score_mod, mask_mod = changes(score, mask, q.shape[0])
+        score_mod, mask_mod = mods(score, mask, q.shape[0])
         options["score_mod"] = _score_mod(scores, mask, score_mod)
         asked, attend = (mask, k.shape[1], q.shape[2], mask_mod), _compiled(flex_attention)
         # otherwise short sequences go to a kernel for decoding that lacks shapes

@@ -196,7 +196,7 @@ class Mask:
         i = torch.arange(T, device=device)
         if self.doc_ids is None:
             return i.expand(B, T)
-        return i - first_of(self.doc_ids.to(device))
+        return i - document_starts(self.doc_ids.to(device))
 
     def pairs(self, B: int, Tq: int, Tk: int) -> int:
         """Count the visible (query, key) pairs of one head, over all B rows."""
@@ -239,7 +239,7 @@ class Mask:
         if self.kind == "full":
             return torch.zeros_like(i), torch.full_like(i, Tk - 1)
         if self.doc_ids is not None:
-            first = first_of(self.doc_ids.to(device)).int()
+            first = document_starts(self.doc_ids.to(device)).int()
             last = i.expand(B, Tq).contiguous()
         else:
             # the last query sees the last key
@@ -269,7 +269,7 @@ def _transposed(first: Tensor, last: Tensor, Tk: int) -> tuple[Tensor, Tensor]:
     return qfirst, qlast
 
 
-def first_of(doc_ids: Tensor) -> Tensor:
+def document_starts(doc_ids: Tensor) -> Tensor:
     """Return (B, T) int64: the row index of the first token of each token's document."""
     ids = doc_ids.contiguous()
     return torch.searchsorted(ids, ids)

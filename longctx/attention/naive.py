@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
-from longctx.attention.registry import AttentionRequest, Backend, Output, changes, register, scaled
+from longctx.attention.registry import AttentionRequest, Backend, Output, mods, register, scaled
 from longctx.kernels import HAS_TRITON
 from longctx.kernels.attention import IMPLEMENTATIONS, Scores
 from longctx.kernels.attention.key_bias import reference
@@ -42,7 +42,7 @@ class Naive(Backend):
         s = s.to(torch.promote_types(s.dtype, torch.float32)) * scores.scale
         if scores.softcap is not None:
             s = scores.softcap * (s / scores.softcap).tanh()
-        score_mod, mask_mod = changes(score, mask, B)
+        score_mod, mask_mod = mods(score, mask, B)
         # b, h, i, j, each along its own dimension of the scores
         counts = (torch.arange(n, device=s.device) for n in s.shape)
         at = [x.view(-1, *[1] * (3 - dim)) for dim, x in enumerate(counts)]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from longctx.attention.description import AUTO, DESCRIPTIONS, SCORES, AttentionConfig, Description
 from longctx.attention.exchange import WHOLE_ROWS, Exchange
-from longctx.attention.mask import Mask, first_of
+from longctx.attention.mask import Mask, document_starts
 from longctx.kernels import warn_of_triton
 from longctx.kernels.attention import Gradients, Saved, Scores
 from longctx.kernels.attention.flash_op import unobserved
@@ -151,7 +151,7 @@ def register_score(name: str, score_mod: Mod | None = None, mask_mod: Mod | None
     SCORES[name] = score_mod, mask_mod, file
 
 
-def changes(score: str, mask: Mask, rows: int) -> tuple[Mod | None, Mod | None]:
+def mods(score: str, mask: Mask, rows: int) -> tuple[Mod | None, Mod | None]:
     """Return the score_mod and mask_mod of that name, for `rows` sequences under `mask`."""
     score_mod, mask_mod, _ = SCORES[score]
     if score == "none":
@@ -160,7 +160,7 @@ def changes(score: str, mask: Mask, rows: int) -> tuple[Mod | None, Mod | None]:
         raise ValueError(f"attention.options.score={score}: a full mask has no positions")
     # A query's position is that of its last key: its own, if the mask is causal; in decoding too
     assert mask.last is not None
-    starts = torch.zeros_like(mask.last) if mask.doc_ids is None else first_of(mask.doc_ids)
+    starts = torch.zeros_like(mask.last) if mask.doc_ids is None else document_starts(mask.doc_ids)
     starts, positions = (x.expand(rows, -1) for x in (starts, mask.last - starts))
 
     def changed(s: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -268,7 +268,7 @@ def strides(trial: Trial) -> Found:
 
 def memory(trial: Trial) -> Found:
     """Compare the bytes saved by forward with the prediction of `cost`."""
-    if trial.device == "cpu" or trial.mixer == SOFTMAX or class_of(trial.mixer).attends:
+    if trial.device == "cpu" or trial.mixer == SOFTMAX or class_of(trial.mixer).softmax_calls:
         return "for a GPU, and without softmax attention"
     model, tokens = trial.model(), 65536
     layer, part = model.blocks[0].attention, model.blocks[0].attention.part
@@ -325,16 +325,16 @@ def check(name: str) -> int:
     kinds = "mixer, score function or attention backend"
     refuse((not trials, f"{name}: no {kinds}, nor a file that registers one"))
     # A process that has used a GPU cannot fork
-    forked, words = [outcome(trial, devices) for trial in trials], []
+    forked, statuses = [outcome(trial, devices) for trial in trials], []
     for trial, shared in zip(trials, forked, strict=True):
         own = (trial.score, trial.mixer, trial.backend)
         if len(trials) > 1:
             print(next(name for name in own if name not in ("none", SOFTMAX)))
         for title, each in CHECKS.items():
-            word, found = shared if each is devices else outcome(trial, each)
-            print(f"{word:<7} {title:<32} {found}", flush=True)
-            words.append(word)
-    return int("FAILED" in words)
+            status, found = shared if each is devices else outcome(trial, each)
+            print(f"{status:<7} {title:<32} {found}", flush=True)
+            statuses.append(status)
+    return int("FAILED" in statuses)
 
 
 def outcome(trial: Trial, check: Callable[[Trial], Found]) -> tuple[str, str]:

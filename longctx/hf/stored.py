@@ -54,7 +54,7 @@ def values_of(stored: Stored) -> Tensor:
 
 
 def by_expert(stored: dict[str, Stored]) -> dict[str, Stored]:
-    """Return the same with matrices of their own for experts that are in one tensor of a layer,
+    """Return `stored` with a matrix for each expert, if a layer has one tensor for all of them:
     gate_up_proj (experts, rows of gate and up, columns) or down_proj.
     """
     found: dict[str, Stored] = {}

@@ -24,7 +24,7 @@ class Attending(Mixer, SelfAttention):
     """A mixer that calls softmax attention; `more` names its weights besides those."""
 
     share: ClassVar[str | None] = "heads"
-    attends: ClassVar[int] = 1
+    softmax_calls: ClassVar[int] = 1
 
     def __init__(self, part: MixerSpec, backend: AttentionConfig) -> None:
         plain = part.softmax

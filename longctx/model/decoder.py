@@ -85,9 +85,9 @@ class Decoder:
         autocasts = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if autocasts else weight.dtype
         mixers = {n: x.attention for n, x in enumerate(model.blocks) if is_mixer(x)}
-        attends = [n for n in range(model.config.layers) if n not in mixers]
+        layers = [n for n in range(model.config.layers) if n not in mixers]
         naive = Attention("naive")
-        own: Attention = model.blocks[attends[0]].attention.attend if attends else naive
+        own: Attention = model.blocks[layers[0]].attention.attend if layers else naive
         score = own.options if "score" in own.options else None  # naive has it, too
         self.attend = Attention("naive", score) if own.backend.exact else own
         parts = model.config.block(0).attention.required()["scores"]
@@ -97,8 +97,8 @@ class Decoder:
         slow += [] if self.attend.decodes else [f"attention={own.name}"]
         self.decodes = not slow
         for setting in dict.fromkeys(slow):
-            say_slow(setting)
-        self.cache = KVCache(model.config, attends, rows, length, dtype, self.device)
+            warn_of_slow_decoding(setting)
+        self.cache = KVCache(model.config, layers, rows, length, dtype, self.device)
         # Of each mixer; a graph reads and writes these tensors
         self.states: dict[int, tuple[Tensor, ...]] = {}
         self.dtype = dtype
@@ -227,7 +227,7 @@ def is_mixer(block: Any) -> bool:
 
 
 @functools.cache
-def say_slow(setting: str) -> None:
+def warn_of_slow_decoding(setting: str) -> None:
     """Print, once, that each new token costs a forward over the whole text."""
     print(f"{setting} has no decoding: each new token computes its text again", file=sys.stderr)
 

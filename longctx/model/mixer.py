@@ -83,14 +83,14 @@ class Mixer(nn.Module):
     share: how context=N divides it; "heads": a rank has all tokens of some heads, that is of
         dimension 2 of all `tensors` and of `out`, and `batch.own_heads` of weights; None: refused
     names: weight → its tensor, or tensors, in a layer of a Hugging Face folder, for a family
-    attends: calls of softmax attention with the model's heads, in one forward
+    softmax_calls: calls of softmax attention with the model's heads, in one forward
     reads_input: True if `branch` takes the normed input x
     """
 
     options: ClassVar[Mapping[str, Any]] = {}
     share: ClassVar[str | None] = None
     names: ClassVar[Mapping[str, Any]] = {}
-    attends: ClassVar[int] = 0
+    softmax_calls: ClassVar[int] = 0
     reads_input: Any = False
 
     def __init__(self, part: MixerSpec, backend: AttentionConfig) -> None:
@@ -116,7 +116,7 @@ class Mixer(nn.Module):
     @classmethod
     def width(cls, spec: MixerSpec) -> int:
         """Return the number of channels of `out`."""
-        return spec.model.heads * spec.model.head_size if cls.attends else spec.size
+        return spec.model.heads * spec.model.head_size if cls.softmax_calls else spec.size
 
     @classmethod
     def heads(cls, spec: MixerSpec) -> int:

@@ -108,7 +108,7 @@ def attention_backward(block: BlockSpec, p: Pass) -> float:
     if isinstance(block.attention, MixerSpec):
         # Residual; the output's gradient; what the mixer saves, if it runs again, and its backward
         again = attention_saved(block.attention, p) if p.recompute == "block" else 0
-        gradients = e * (q + 2 * kv) if block.attention.attends else 0
+        gradients = e * (q + 2 * kv) if block.attention.softmax_calls else 0
         own = gradients + block.attention.cost(e).backward
         return (e * (C + q) + own) * p.tokens + p.gradient * block.weights + again
     if p.in_groups:
@@ -142,7 +142,7 @@ def forward(block: BlockSpec, p: Pass) -> float:
 def attention_saved(part: AttentionSpec, p: Pass) -> float:
     """Return the bytes of q, k, v, the output and the lse that attention saves for backward."""
     if isinstance(part, MixerSpec):
-        softmax = part.attends * attention_saved(part.softmax, p) if part.attends else 0
+        softmax = part.softmax_calls * attention_saved(part.softmax, p) if part.softmax_calls else 0
         return softmax + part.cost(p.activation).saved * p.tokens
     e, q, kv = p.activation, part.query_size, part.key_size
     # rotated q and k; v is a part of the projection's output, which is saved whole
@@ -166,7 +166,7 @@ def attention_workspace(part: AttentionSpec, p: Pass) -> float:
     """Return the bytes that attention's backward takes besides its inputs and outputs."""
     if isinstance(part, MixerSpec):
         whole = p._replace(head_parts=1, in_groups=False)
-        return attention_workspace(part.softmax, whole) if part.attends else 0
+        return attention_workspace(part.softmax, whole) if part.softmax_calls else 0
     if p.in_groups:
         # As of all heads and fewer tokens
         fewer = p._replace(tokens=p.tokens // p.head_parts, head_parts=1, in_groups=False)

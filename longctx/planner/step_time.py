@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from longctx.config.layout_config import kv_copies
-from longctx.model.mixers.description import MixerSpec, attends
+from longctx.model.mixers.description import MixerSpec, softmax_calls
 from longctx.planner.peak_memory import (
     KEPT,
     OPTIMIZER,
@@ -180,7 +180,7 @@ def attention_seconds(workload: Workload, chip: Chip) -> float:
     runs_again = pairs_of_row(workload, attends_again(workload)) / max(1, pairs)
     runs_again += layer.recompute == "block" and not description.has_backward
     if description.score_bytes is not None:
-        heads = model.heads * sum(attends(block.attention) for block in model.blocks)
+        heads = model.heads * sum(softmax_calls(block.attention) for block in model.blocks)
         scores = workload.batch_size * workload.seq_len**2 * heads / workload.context
         forward, backward = description.score_bytes
         is_fused = layer.is_compiled and layer.recompute == "none"
@@ -212,7 +212,7 @@ def pairs_of_row(workload: Workload, layers: Iterable[int] | None = None) -> int
     model, length, pairs = workload.model, workload.seq_len, 0
     windows: Counter[int | None] = Counter()
     for layer in range(model.layers) if layers is None else layers:
-        windows[model.window_of(layer)] += attends(model.blocks[layer].attention)
+        windows[model.window_of(layer)] += softmax_calls(model.blocks[layer].attention)
     for window, count in windows.items():
         # The first `reach` queries see 1, 2, ... keys, all others `reach`
         reach = min(length, window or length)

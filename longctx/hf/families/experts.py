@@ -47,7 +47,7 @@ class Qwen3Moe(BalancedExperts):
 
 
 class Qwen2Moe(Qwen3Moe):
-    """A further expert computes every token, as wide as some of the others together."""
+    """A shared expert computes every token; its width is a multiple of that of the others."""
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         names = "shared_expert_intermediate_size", "moe_intermediate_size"

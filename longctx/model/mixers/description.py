@@ -110,12 +110,12 @@ class MixerSpec(AttentionSpec):
     @property
     def gate_size(self) -> int:
         gates = self.computed_by.reads_input is True
-        return super().gate_size if self.attends else self.query_size if gates else 0
+        return super().gate_size if self.softmax_calls else self.query_size if gates else 0
 
     @property
-    def attends(self) -> int:
+    def softmax_calls(self) -> int:
         """Count its calls of softmax attention."""
-        return int(self.computed_by.attends)
+        return int(self.computed_by.softmax_calls)
 
     @property
     def softmax(self) -> AttentionSpec:
@@ -128,7 +128,7 @@ class MixerSpec(AttentionSpec):
         return Cost(*self.computed_by.cost(self, e))
 
     def flops(self, pairs: float) -> float:
-        return self.attends * super().flops(pairs) + 3 * self.cost(2).flops
+        return self.softmax_calls * super().flops(pairs) + 3 * self.cost(2).flops
 
 
 @dataclass
@@ -181,9 +181,9 @@ def of_model(model: Any) -> list[MixerSpec]:
     return [x.attention for x, _ in model.kinds if isinstance(x.attention, MixerSpec)]
 
 
-def attends(part: AttentionSpec) -> int:
+def softmax_calls(part: AttentionSpec) -> int:
     """Count the layer's calls of softmax attention."""
-    return part.attends if isinstance(part, MixerSpec) else 1
+    return part.softmax_calls if isinstance(part, MixerSpec) else 1
 
 
 def plugins_of(model: Any) -> list[Path]:

@@ -24,7 +24,7 @@ class DifferentialAttention(Attending):
     """The difference of two softmaxes; `start` is λ0, one for all layers."""
 
     options: ClassVar[dict[str, Any]] = {"start": 0.8}
-    attends: ClassVar[int] = 2
+    softmax_calls: ClassVar[int] = 2
     mix: Tensor
     scales: Tensor
 
