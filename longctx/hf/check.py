@@ -2,7 +2,7 @@
 
 A check returns the largest relative difference that it found and the one allowed, or why it cannot
 run here. On a GPU the kernel computes in bf16 and the formula in fp32, so rounding explains some.
-For a model that transformers computes, proof.py next to this file is that check.
+For a model of transformers, proof.py next to this file is the check.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def leak(trial: Trial) -> Found:
 
 @torch.no_grad()
 def decoding(trial: Trial) -> Found:
-    """Compare the logits of texts that are decoded token by token with those of each whole text."""
+    """Compare the logits of texts, decoded token by token, with those of each whole text."""
     model = trial.model().eval()
     layer: Any = model.blocks[0].attention
     attend = None if isinstance(layer, Mixer) else layer.attend

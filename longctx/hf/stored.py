@@ -39,7 +39,7 @@ class Stored(NamedTuple):
     dtype: str
     name: str  # there
     scales: Any = None  # the Stored of its factors, if it is in MXFP4
-    part: Any = None  # index in what is stored under that name, if it is not all of it
+    part: Any = None  # index in the stored tensor of that name; None: all of it
 
 
 def values_of(stored: Stored) -> Tensor:

@@ -37,7 +37,7 @@ SEARCHED: dict[str, tuple[Any, ...]] = {
     "offload": tuple(tenths / 10 for tenths in range(11)),
     "mlp_tile": (0, 32768, 8192),
 }
-# Settings of one way: by share on the host, those that differ in tiles and loss chunk alone
+# Settings of one way, by share on the host: each list differs in tiles and loss chunk alone
 Way = list[list[MemoryConfig]]
 
 
@@ -128,8 +128,8 @@ def first_that_fits(
     def step(memory: MemoryConfig) -> Workload:
         return replace(workload, memory=memory)
 
-    # A way's first step is its fastest. A way whose first step is slower than one that was found is
-    # not tried.
+    # A way's first step is its fastest. If it is slower than a step found so far, the way is not
+    # tried.
     each = ways(workload)
     promised = [tokens_per_second(step(way[0][0]), chip) for way in each]
     best, speed = len(each), -1.0
@@ -169,7 +169,7 @@ def decide(workload: Workload, chip: Chip, host: float, merge: bool = False) -> 
 
 
 def memory_line(asked: MemoryConfig, decided: Workload, chip: Chip, host: float) -> str:
-    """Return a line that says what memory=auto chose, and why; nothing if a policy was `asked`."""
+    """Return a line with the choice of memory=auto and its reason; "" if a policy was `asked`."""
     if asked.policy != "auto":
         return ""
     plainest = replace(decided, memory=ways(replace(decided, memory=asked))[0][0][0])

@@ -91,8 +91,8 @@ def run(
 
 
 def lengths(steps: Sequence[Workload], chip: Chip, host: float) -> dict[str, Workload | None]:
-    """Return the step of the longest sequence by policy, each of `steps` having one; with auto, of
-    all settings and of those that keep half the speed of the first.
+    """Return the step of the longest sequence for the policy of each of `steps`. auto gives two: of
+    all settings, and with half the speed of the first policy at its longest.
     """
     longest = {step.memory.policy: longest_step([step], chip, host) for step in steps}
     if "auto" not in longest:

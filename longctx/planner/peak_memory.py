@@ -210,8 +210,8 @@ class _Step:
         yield "backward of the embedding", _sum(always, tokens)
 
     def of_blocks(self, before: float, of_first: list[float]) -> tuple[str, Terms]:
-        """Return the largest moment of the blocks' backward, given the bytes of the gradients that
-        are there before it, and of those of the first 0, 1, ... blocks.
+        """Return the largest phase of the blocks' backward. `before`: bytes of gradients before it;
+        `of_first`: bytes of the gradients of the first 0, 1, ... blocks.
         """
         # A search asks this most often: sums of numbers take a fifth of the time of those of terms
         largest = -1.0

@@ -271,7 +271,7 @@ class GPTConfig(mixers.MixerKeys):
         return [(linear.outputs, linear.columns) for linear in linears if linear.packs]
 
     def lora_widths(self, targets: Collection[str], of_token: bool = False) -> int:
-        """Return rows plus columns of the matrices that LoRA adapts, or of those for one token."""
+        """Return rows plus columns of the matrices that LoRA adapts, or of one token's alone."""
         linears = [(n, *item) for block, n in self.kinds for item in block.linears.items()]
         return sum(
             n * (x.columns + x.outputs // x.experts) * (x.active if of_token else x.experts)
@@ -350,7 +350,7 @@ class LoraConfig:
         return self.alpha / math.sqrt(self.rank or 1) if self.rslora else self.scaling
 
     def parameters(self, model: GPTConfig, of_token: bool = False) -> int:
-        """Return the parameters that LoRA adds to `model`, or those for one token."""
+        """Return the parameters that LoRA adds to `model`, or to one token's matrices."""
         return self.rank * model.lora_widths(self.targets, of_token) if self.rank else 0
 
     def frozen_bytes(self, model: GPTConfig, each: int) -> int:

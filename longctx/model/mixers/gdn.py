@@ -263,7 +263,7 @@ def chunked(*tensors: Tensor, size: int = CHUNK) -> tuple[Tensor, Tensor]:
     queries, keys, values, decays, strengths = chunks
     numbers = documents.unflatten(1, (-1, size)).transpose(0, 1)[:, :, None]
     same = (numbers[..., :, None] == numbers[..., None, :]).tril()
-    # carried: tokens of the document that ends the chunk before; stays: of the one that ends this
+    # carried: tokens of the previous chunk's last document; stays: of this chunk's last one
     before = F.pad(numbers[:-1, ..., -1:], (0, 0, 0, 0, 0, 0, 1, 0), value=-1)
     carried, stays = ((numbers == tensor)[..., None] for tensor in (before, numbers[..., -1:]))
     # e^{Gi−Gj}, e^G and e^{Gc−G}; fp64, or a large sum of one document would round the next one's
