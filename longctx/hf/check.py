@@ -11,11 +11,11 @@ import copy
 import inspect
 import os
 import tempfile
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -46,6 +46,8 @@ POLICIES = (
     MemoryConfig("balanced", mlp_tile=50),
     MemoryConfig("balanced", keep_every=2, attention_again=1.0),
 )
+# Folders of code that is not the user's
+INSTALLED = str(Path(plugins.__file__).parent), str(Path(torch.__file__).parents[1])
 Found = tuple[float, float] | str  # difference and limit, or why a check is skipped
 
 
@@ -100,6 +102,8 @@ class Trial:
         with self.autocast(not naive):
             out = compute(*layer.project(x, *angles), model.masks(mask, shards, rows)[0])
             added = layer.branch(out, x).float()
+        found = f"forward and branch return {(*added.shape,)}"
+        refuse((added.shape != x.shape, f"{found} of an input {(*x.shape,)}; give the same shape"))
         gradients = torch.autograd.grad(added, [x, *layer.parameters()], added)
         return [added.detach(), *gradients]
 
@@ -137,8 +141,8 @@ def devices(trial: Trial) -> Found:
     """Compare a step of two processes, which share sequences, with one, on the CPU."""
     if trial.mixer != SOFTMAX and class_of(trial.mixer).share != "heads":
         return 'it has no share = "heads", so context=N is refused'
-    if trial.attention.variant:
-        return "attention is not exact, so context=N is refused"
+    if variant := trial.attention.variant:
+        return f"{variant} is not the formula of attention, so context=N is refused"
     children = []
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(2):
@@ -147,8 +151,12 @@ def devices(trial: Trial) -> Found:
                 _compare_ranks(replace(trial, device="cpu"), rank, Path(folder))
         for child in children:
             os.waitpid(child, 0)
+        # The first error: a rank that waits for the failed one reports a lost connection
+        failed = sorted(Path(folder).glob("failed*"), key=lambda file: file.stat().st_mtime_ns)
+        if failed:
+            raise ChildProcessError(failed[0].read_text())
         answers = [float(file.read_text()) for file in Path(folder).glob("rank*")]
-    refuse((len(answers) < 2, "a process failed; its traceback is above"))
+    refuse((len(answers) < 2, "a process ended early"))
     return max(answers), EXACT
 
 
@@ -163,8 +171,8 @@ def _compare_ranks(trial: Trial, rank: int, folder: Path) -> None:
         model.context = Context(dist.group.WORLD)
         found = difference(trial.step(model, reduces=True), wanted)
         (folder / f"rank{rank}").write_text(str(found))
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        (folder / f"failed{rank}").write_text(described(error))
     finally:
         os._exit(0)
 
@@ -172,9 +180,11 @@ def _compare_ranks(trial: Trial, rank: int, folder: Path) -> None:
 def formula(trial: Trial) -> Found:
     """Compare output and every gradient with those of the formula."""
     if trial.mixer != SOFTMAX and class_of(trial.mixer).naive is Mixer.naive:
-        return "it has no naive"
+        return "it has no naive to compare forward with; write the formula"
     if not DESCRIPTIONS[trial.backend].exact:
         return "attention is not exact"
+    if trial.backend == "naive":
+        return "naive itself computes it; on a GPU flex does"
     model, x = trial.model(), trial.inputs(2)
     return difference(trial.branch(model, x), trial.branch(model, x, naive=True)), trial.rounding
 
@@ -268,10 +278,14 @@ def strides(trial: Trial) -> Found:
 
 def memory(trial: Trial) -> Found:
     """Compare the bytes saved by forward with the prediction of `cost`."""
-    if trial.device == "cpu" or trial.mixer == SOFTMAX or class_of(trial.mixer).softmax_calls:
-        return "for a GPU, and without softmax attention"
+    if trial.mixer == SOFTMAX:
+        return "for a mixer"
     model, tokens = trial.model(), 65536
     layer, part = model.blocks[0].attention, model.blocks[0].attention.part
+    cost = part.cost(2)
+    refuse((min(cost) < 0, f"{cost} is below 0; give what it takes for each token"))
+    if trial.device == "cpu" or part.softmax_calls:
+        return "for a GPU, and a mixer that calls no softmax attention"
     x = trial.inputs(1, tokens).bfloat16().requires_grad_()
     mask = Mask.causal().bind(1, tokens, tokens, x.device)
     shards = Context().shards(mask, tokens)
@@ -281,7 +295,7 @@ def memory(trial: Trial) -> Found:
         added = layer.branch(layer(*layer.project(x, *angles), batch), x)
         saved = torch.cuda.memory_allocated() - before - added.nbytes
     # A gate's factors and what they multiply are planned apart
-    wanted = tokens * (part.cost(2).saved + 4 * part.gate_size)
+    wanted = tokens * (cost.saved + 4 * part.gate_size)
     return abs(saved / wanted - 1), 0.1
 
 
@@ -323,18 +337,20 @@ def check(name: str) -> int:
     compiled = "flex" if device == "cuda" else "naive"
     trials += [Trial(SOFTMAX, compiled, device, score) for score in SCORES if score in names]
     kinds = "mixer, score function or attention backend"
-    refuse((not trials, f"{name}: no {kinds}, nor a file that registers one"))
+    remedy = f"registers no {kinds}; end it with register(NAME, ...) or register_score(NAME, ...)"
+    refuse((not trials, f"{name}: {remedy if name.endswith('.py') else f'no {kinds}'}"))
     # A process that has used a GPU cannot fork
-    forked, statuses = [outcome(trial, devices) for trial in trials], []
+    forked, failed = [outcome(trial, devices) for trial in trials], 0
     for trial, shared in zip(trials, forked, strict=True):
-        own = (trial.score, trial.mixer, trial.backend)
+        own, last = (trial.score, trial.mixer, trial.backend), ""
         if len(trials) > 1:
             print(next(name for name in own if name not in ("none", SOFTMAX)))
         for title, each in CHECKS.items():
             status, found = shared if each is devices else outcome(trial, each)
-            print(f"{status:<7} {title:<32} {found}", flush=True)
-            statuses.append(status)
-    return int("FAILED" in statuses)
+            print(f"{status:<7} {title:<32} {'the same' if found == last else found}", flush=True)
+            if status == "FAILED":
+                failed, last = 1, found
+    return failed
 
 
 def outcome(trial: Trial, check: Callable[[Trial], Found]) -> tuple[str, str]:
@@ -344,7 +360,16 @@ def outcome(trial: Trial, check: Callable[[Trial], Found]) -> tuple[str, str]:
     except torch.OutOfMemoryError:
         return "skipped", "the GPU has too little memory"
     except Exception as error:  # the code is somebody's first try
-        return "FAILED", f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return "FAILED", described(error)
     if isinstance(found, str):
         return "skipped", found
     return "ok" if found[0] <= found[1] else "FAILED", f"{found[0]:.1e}, at most {found[1]:.0e}"
+
+
+def described(error: BaseException) -> str:
+    """Return the error in one line, with the line of the user's file in which it was raised."""
+    if isinstance(error, ChildProcessError):
+        return str(error)
+    frames = [x for x in extract_tb(error.__traceback__) if not x.filename.startswith(INSTALLED)]
+    place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: " if frames else ""
+    return f"{place}{type(error).__name__}: {' '.join(str(error).split())}"

@@ -11,7 +11,7 @@ from longctx import cli
 from longctx.attention.description import SCORES
 from longctx.hf import check
 from longctx.model.mixer import Batch, Mixer
-from longctx.model.mixers.description import MIXERS, register
+from longctx.model.mixers.description import MIXERS, Cost, register
 from tests.processes import finished
 from tests.test_docs import blocks
 
@@ -137,7 +137,7 @@ def test_score_functions_of_a_file_are_checked(tmp_path, capsys):
             del sys.modules[name]
     lines = capsys.readouterr().out.splitlines()
     assert [lines[0], lines[len(check.CHECKS) + 1]] == ["alibi", "first_and_last"]
-    assert sum(line.startswith("ok") for line in lines) == 2 * (len(check.CHECKS) - 3)
+    assert sum(line.startswith("ok") for line in lines) == 2 * (len(check.CHECKS) - 4)
 
 
 def test_decoding_is_checked_for_an_exact_backend():
@@ -145,10 +145,55 @@ def test_decoding_is_checked_for_an_exact_backend():
     assert not isinstance(found, str) and found[0] <= found[1]
 
 
+def test_an_error_names_the_line_of_the_file_and_is_printed_once(tmp_path, capsys):
+    code = next(code for code in blocks("extend.md", "python") if "class HeadGate" in code)
+    # A weight for each head, which two devices have half of
+    code = code.replace("(spec.model.heads, spec.size)", "(spec.model.heads,)")
+    code = code.replace(
+        "*super().project(x, *angles), self.gates(x)", "super().project(x, *angles)"
+    ).replace("q, k, v, gates, batch", "q, k, v, batch")
+    code = code.replace("torch.sigmoid(gates)", "torch.sigmoid(self.gates)")
+    (tmp_path / "my_heads.py").write_text(code.replace('"head_gate"', '"heads"'))
+    try:
+        assert check.check(str(tmp_path / "my_heads.py")) == 1
+    finally:
+        MIXERS.pop("heads", None)
+    printed = capsys.readouterr()
+    failed = [line for line in printed.out.splitlines() if line.startswith("FAILED")]
+    line = 1 + code.splitlines().index(next(x for x in code.splitlines() if "self.attended" in x))
+    assert len(failed) == 1 and f"my_heads.py, line {line}: RuntimeError" in failed[0]
+    assert failed[0].startswith("FAILED  context=2") and "Traceback" not in printed.err
+
+
+class Narrow(Sound):
+    @classmethod
+    def weights(cls, spec):
+        return {"out": (spec.size // 2, spec.size)}
+
+    @classmethod
+    def cost(cls, spec, e):
+        return Cost(saved=-e * spec.size)
+
+
+def test_a_wrong_shape_and_a_wrong_cost_are_said(capsys):
+    register("narrow", Narrow)
+    try:
+        assert check.check("narrow") == 1
+    finally:
+        del MIXERS["narrow"]
+    lines = capsys.readouterr().out.splitlines()
+    assert "return (2, 192, 32) of an input (2, 192, 64); give the same shape" in lines[1]
+    # The error of the line above is not written again
+    assert lines[6].startswith("FAILED  recomputation") and lines[6].endswith("the same")
+    assert lines[-1].startswith("FAILED  memory") and "below 0" in lines[-1]
+
+
 def test_what_is_no_mixer_is_refused(refused, tmp_path):
     refused(cli.main(["check", "gdm"]), "gdm: no mixer")
     (tmp_path / "mine.py").write_text("x = 1\n")
-    refused(cli.main(["check", f"{tmp_path}/mine.py"]), "nor a file that registers one")
+    refused(cli.main(["check", f"{tmp_path}/mine.py"]), "mine.py: registers no mixer")
+    with pytest.raises(ValueError, match=r"model\.mixer=module: give a class that derives"):
+        register("module", torch.nn.Linear)
 
 
 def test_differences_are_infinite_for_nan():

@@ -113,7 +113,7 @@ def test_a_mixer_without_a_step_is_decoded_by_its_forward(capsys):
         ({"mixer": []}, "model.mixer="),
         ({"layers": 2, "mixer": ["gdn", "gdn", "softmax"]}, "model.layers=2: give one to 2"),
         ({"mixer": ["short"], "mixer_options": {"short": {"taps": 4}}}, "options of short"),
-        ({"mixer_options": {"short": {}}}, "model.mixer_options.short"),
+        ({"mixer_options": {"short": {}}}, r"model.mixer=\[softmax\]: none"),
         ({"mixer": ["gdn"], "mixer_options": {"gdn": [1]}}, "options of gdn"),
         ({"mixer": ["gdn"], "mixer_options": {"gdn": {"negative": "no"}}}, "its default is False"),
         ({"mixer": ["gdn"], "mixer_options": {"gdn": {"norm_eps": "x"}}}, "its default is 0.0"),

@@ -39,9 +39,10 @@ class Cost(NamedTuple):
 
 
 def register(name: str, mixer: Any) -> None:
-    """Let model.mixer= have the value `name`; ValueError if the name is taken."""
-    is_own = mixer.__module__ == f"longctx.model.mixers.{name}"
-    if MIXERS.get(name) or (name in MIXERS and not is_own):
+    """Let model.mixer= have the value `name`; ValueError if it is taken, or `mixer` no `Mixer`."""
+    if not hasattr(mixer, "branch"):
+        raise ValueError(f"model.mixer={name}: give a class that derives from Mixer")
+    if MIXERS.get(name) or (name in MIXERS and mixer.__module__ != f"longctx.model.mixers.{name}"):
         raise ValueError(f"model.mixer={name} is already registered; choose another name")
     MIXERS[name] = mixer
 
@@ -89,8 +90,7 @@ class MixerSpec(AttentionSpec):
 
     @property
     def vectors(self) -> tuple[tuple[str, int], ...]:
-        others = {name: shape for name, shape in self.shapes.items() if len(shape) != 2}
-        return tuple((name, prod(shape)) for name, shape in others.items())
+        return tuple((name, prod(x)) for name, x in self.shapes.items() if len(x) != 2)
 
     def pieces(self, theirs: str, ours: str) -> Iterator[Piece]:
         for name, shape in self.shapes.items():
@@ -158,8 +158,8 @@ class MixerKeys(Group):
         for name, given in self.mixer_options.items():
             has = layers[name].computed_by.options if name in layers else {}
             if not has or not isinstance(given, dict) or given.keys() - has:
-                names = f"the options of {name} in model.mixer: {', '.join(has) or 'none'}"
-                yield f"model.mixer_options.{name}={given}: give {names}"
+                options = f"options of {name} in model.mixer=[{','.join(self.mixer)}]"
+                yield f"model.mixer_options.{name}={given}: {options}: {', '.join(has) or 'none'}"
             for option, value in given.items():
                 default = has[option]
                 is_number = isinstance(default, float) and type(value) is int
