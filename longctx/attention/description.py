@@ -160,12 +160,12 @@ class AttentionConfig(Group):
         """Yield a message for an option that the backend does not have, or for its value."""
         allowed = self.description.options
         for name, value in self.options.items():
+            given = f"attention.options.{name}={value}"
             if name not in allowed:
                 names = ", ".join(allowed) or "none"
                 if "causal" in name or "mask" in name:
                     names += "; masks are mask=Mask.causal() or mask=Mask.full()"
-                problem = f"is not an option of {self.backend}; it has: {names}"
-                yield f"attention.options.{name}={value} {problem}"
+                has = " and ".join(x for x, each in DESCRIPTIONS.items() if name in each.options)
+                yield f"{given} is not an option of {self.backend} ({names}) but of {has or 'none'}"
             elif value not in [*allowed[name]]:
-                choices = ", ".join(map(str, allowed[name]))
-                yield f"attention.options.{name}={value} must be one of {choices}"
+                yield f"{given} must be one of {', '.join(map(str, allowed[name]))}"

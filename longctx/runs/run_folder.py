@@ -287,12 +287,13 @@ def read_config(folder: Path, needed: Collection[str] = ()) -> dict[str, Any]:
     key in `needed`.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such folder; give that of a run, such as runs/NAME")
+        problem = "a file" if folder.exists() else "no such folder"
+        raise FileNotFoundError(f"{folder}: {problem}; give the folder of a run, such as runs/NAME")
     path = folder / "config.yaml"
     if not path.is_file():
         remedy = "it has no config.yaml; give runs/NAME"
         if any(folder.glob("*/config.yaml")):
-            remedy = f"it holds runs, so give {folder}/*"
+            remedy = f"it holds runs, so give {folder}/*/"
         raise ValueError(f"{folder}: not the folder of a run, {remedy}")
     config = flat(read_keys(path, folder))
     if missing := [key for key in needed if key not in config]:
