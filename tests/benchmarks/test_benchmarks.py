@@ -272,6 +272,9 @@ def test_arena_writes_a_page_of_mixers_and_plugins(tmp_path, monkeypatch, capsys
     words += ["data.vocab_size=300", "data.documents=20", "seq_len=64", "batch_size=1"]
     assert main([*words, "accumulate=1", "val_rows=2", "compile=false", "device=cpu"]) == 0
     del MIXERS["short"], SCORES["alibi"], SCORES["first_and_last"]
+    # Or the files would not register them again for another test
+    for name in [name for name in sys.modules if name.startswith(("my_mixer_", "my_scores_"))]:
+        del sys.modules[name]
     page = json.loads((tmp_path / "runs/arena/page.json").read_text())
     assert [row["mixer"] for row in page["rows"]] == names
     assert not any(row["failed"] for row in page["rows"]), page["rows"]
