@@ -65,14 +65,6 @@ class LoraLinear(nn.Linear):
         """Return A, B and their factor, for `Experts`."""
         return (self.lora_a, self.lora_b, self.scale) if self.is_on else Linear.added
 
-    def merged(self) -> Linear:
-        """A plain layer that computes the same, its sum formed in fp32."""
-        plain = Linear.like(self)
-        lora_b, lora_a = (x.unflatten(0, (self.experts, -1)) for x in (self.lora_b, self.lora_a))
-        added = self.weight.float() + self.scale * (lora_b @ lora_a).flatten(0, 1)
-        plain.weight = nn.Parameter(added.to(self.weight.dtype))
-        return plain
-
 
 def add(model: GPT, config: LoraConfig) -> GPT:
     """Freeze `model` and add trained products to the layers of `config.targets`."""
@@ -115,10 +107,15 @@ def merge(model: GPT) -> GPT:
 
     Packed weights are unpacked, to the dtype of the embedding.
     """
-    packed.unpack(model, model.embed.weight.dtype)
     for name, layer in list(model.named_modules()):
-        if isinstance(layer, LoraLinear):
-            model.set_submodule(name, layer.merged())
+        weights = {f"{name}.{own}": x for own, x in layer.named_parameters(recurse=False)}
+        weight = weights.get(f"{name}.weight")
+        if weight is not None and (isinstance(layer, LoraLinear) or packed.is_packed(weight)):
+            rows = MergedRows(f"{name}.weight", weights, getattr(layer, "scale", 1.0))
+            dtype = model.embed.weight.dtype if packed.is_packed(weight) else weight.dtype
+            plain = Linear.like(layer)
+            plain.weight = nn.Parameter(rows[0 : len(weight)].to(dtype))
+            model.set_submodule(name, plain)
     return model.requires_grad_(True)
 
 

@@ -30,10 +30,12 @@ Shapes: N tokens, C channels, V tokens in the vocabulary.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from longctx.config.layout_config import tile_size
@@ -43,7 +45,14 @@ if HAS_TRITON:
     from longctx.kernels import cross_entropy
 
 IGNORED = -100
-Shape = tuple[float, float | None]  # factor and softcap of logits
+
+
+class Logits(NamedTuple):
+    """How logits are made: of so many tokens at one time, with this factor, then capped."""
+
+    chunk: int
+    scale: float
+    softcap: float | None
 
 
 @dataclass
@@ -79,16 +88,16 @@ def linear_cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} must be 'mean', 'sum' or 'none'")
     flat, t = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    shape = logit_scale, softcap
+    logits = Logits(chunk, logit_scale, softcap)
     if reduction == "none":
-        return _TokenLosses.apply(flat, weight, t, chunk, shape).view(targets.shape)
+        return _TokenLosses.apply(flat, weight, t, logits).view(targets.shape)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     scale = torch.ones((), dtype=wide, device=t.device) if scale is None else scale.to(wide)
     if reduction == "mean":
         scale = scale / (t != IGNORED).sum().clamp(min=1)
     if torch.is_grad_enabled():
-        return _SummedLoss.apply(flat, weight, t, scale, chunk, shape, z_loss)
-    return _Chunks(flat, weight, shape).losses(t, chunk).sum() * scale
+        return _SummedLoss.apply(flat, weight, t, scale, logits, z_loss)
+    return _in_chunks(flat, weight, t, logits)[0].sum() * scale
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -99,23 +108,16 @@ class _SummedLoss(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         scale: Tensor,
-        chunk: int,
-        shape: Shape,
+        logits: Logits,
         z_loss: ZLoss | None,
     ) -> Tensor:
         # A GradScaler multiplies in backward. Before, fp16 would round a mean's gradients to 0
         is_late = dtype_of(hidden) == torch.float16
         early, ctx.late = (None, scale) if is_late else (scale, None)
-        chunks = _Chunks(hidden, weight, shape, early, *ctx.needs_input_grad[:2])
-        if z_loss is not None:
-            chunks.z_loss = z_loss.factor
-            chunks.squares = torch.zeros(targets.shape, dtype=scale.dtype, device=targets.device)
-        total = chunks.losses(targets, chunk).sum() * scale
-        if z_loss is not None and chunks.squares is not None:
-            z_loss.mean = chunks.squares.sum() / (targets != IGNORED).sum().clamp(min=1)
-        ctx.gradients = chunks.dh, chunks.dw
+        needs = ctx.needs_input_grad[:2]
+        losses, *ctx.gradients = _in_chunks(hidden, weight, targets, logits, needs, early, z_loss)
         ctx.dtypes = hidden.dtype, weight.dtype
-        return total
+        return losses.sum() * scale
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -125,7 +127,7 @@ class _SummedLoss(torch.autograd.Function):
         grad = grad if ctx.late is None else grad * ctx.late
         dh = None if dh is None else _times(dh.to(ctx.dtypes[0]), grad)
         dw = None if dw is None else _times(dw, grad).to(ctx.dtypes[1])
-        return dh, dw, None, None, None, None, None
+        return dh, dw, None, None, None, None
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -133,25 +135,24 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, shape: Shape
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, logits: Logits
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.chunk, ctx.shape = chunk, shape
-        device = hidden.device.type  # backward runs outside of autocast
+        ctx.logits, device = logits, hidden.device.type
+        # backward runs outside of autocast
         enabled = torch.is_autocast_enabled(device)
         ctx.autocast = torch.autocast(device, torch.get_autocast_dtype(device), enabled)
-        return _Chunks(hidden, weight, shape).losses(targets, chunk)
+        return _in_chunks(hidden, weight, targets, logits)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivatives()
         hidden, weight, targets = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:2]
         with ctx.autocast:
-            chunks = _Chunks(hidden, weight, ctx.shape, None, *ctx.needs_input_grad[:2])
-            chunks.losses(targets, ctx.chunk, grad)
-        dh = None if chunks.dh is None else chunks.dh.to(hidden.dtype)
-        dw = None if chunks.dw is None else chunks.dw.to(weight.dtype)
-        return dh, dw, None, None, None
+            _, dh, dw = _in_chunks(hidden, weight, targets, ctx.logits, needs, grad=grad)
+        dh = None if dh is None else dh.to(hidden.dtype)
+        return dh, None if dw is None else dw.to(weight.dtype), None, None
 
 
 def _refuse_second_derivatives() -> None:
@@ -194,132 +195,96 @@ def fused(device: torch.device, dtype: torch.dtype) -> bool:
     return on and dtype != torch.float64 and HAS_TRITON
 
 
-class _Chunks:
-    """Losses chunk by chunk, with the gradients of `scale` · their sum if they are needed.
-
-    The gradients are `dh` (N, C) and `dw` (V, C).
+def _in_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    logits: Logits,
+    needs: Sequence[bool] = (False, False),
+    scale: Tensor | None = None,
+    z_loss: ZLoss | None = None,
+    grad: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the loss (N,) of each token, and dh (N, C) and dw (V, C) if it `needs` them: gradients
+    of `scale` · the sum of losses and `z_loss`, each times its `grad` (N,).
     """
+    dtype, device = dtype_of(hidden), hidden.device
+    wide, weight = torch.promote_types(dtype, torch.float32), weight.to(dtype)
+    dh = torch.empty_like(hidden, dtype=dtype) if needs[0] else None
+    dw = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+    losses = torch.empty(targets.shape, dtype=wide, device=device)
+    squares = None if z_loss is None else torch.zeros_like(losses)  # lse² of target tokens
+    scale = torch.ones((), dtype=wide, device=device) if scale is None else scale
+    # dz is that of scaled logits, so dh and dW have the factor once more
+    by = (scale if logits.scale == 1 else scale * logits.scale) if any(needs) else None
+    is_fused, size = fused(device, dtype), tile_size(len(targets), logits.chunk)
+    entropy = cross_entropy.cross_entropy_ if is_fused else cross_entropy_
+    # With gradients the kernel's logits are rounded; all chunks share their memory
+    shared = hidden.new_empty(size, len(weight), dtype=dtype) if is_fused and any(needs) else None
+    # The matmul's fp32 sums as they are, never rounded to 16 bits
+    exact: Any = {"out_dtype": wide} if hidden.is_cuda and dtype != wide else {}
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        shape: Shape,
-        scale: Tensor | None = None,
-        need_dh: bool = False,
-        need_dw: bool = False,
-    ) -> None:
-        dtype = dtype_of(hidden)
-        self.hidden, self.weight = hidden, weight.to(dtype)
-        self.dtype, self.accumulate = dtype, torch.promote_types(dtype, torch.float32)
-        self.logit_scale, self.softcap = shape
-        one = torch.ones((), dtype=self.accumulate, device=hidden.device)
-        self.scale = one if scale is None else scale
-        # dz is that of scaled logits, so dh and dW have the factor once more
-        if self.logit_scale != 1:
-            self.scale = self.scale * self.logit_scale
-        self.dh = torch.empty_like(hidden, dtype=dtype) if need_dh else None
-        self.dw = torch.empty_like(weight, dtype=self.accumulate) if need_dw else None
-        self.z_loss = 0.0
-        self.squares: Tensor | None = None  # (N,) lse² of target tokens, if there is a z-loss
-        # True if dw is the sum of earlier chunks: the first one overwrites memory that nobody set
-        self.begun = False
-        # Logits of a chunk; all chunks share the memory
-        self.z: Tensor | None = None
+    for start in range(0, len(targets), size):
+        rows = slice(start, start + size)
+        # (n, C); an ignored token adds nothing to dW
+        h = hidden[rows].to(dtype).masked_fill(targets[rows, None] == IGNORED, 0)
+        slope = None
+        if shared is None:
+            z = torch.mm(h, weight.t(), **exact).to(wide)
+            z = capped = shaped(z, logits.scale, logits.softcap)
+        else:  # scaled before anything is rounded
+            z = capped = shared[: len(h)]
+            torch.addmm(z, h, weight.t(), beta=0, alpha=logits.scale, out=z)
+            if logits.softcap is not None:
+                capped = shaped(z.to(wide, copy=True), 1.0, logits.softcap)
+                z.copy_(capped)
+        if logits.softcap is not None and by is not None:
+            slope = 1 - (capped / logits.softcap).square_()
+        extra: Any = () if z_loss is None or squares is None else (z_loss.factor, squares[rows])
+        entropy(z, targets[rows], losses[rows], by, *extra)
+        if by is None:
+            continue
+        dz = (z if slope is None else z.mul_(slope)).to(dtype)
+        own = None if grad is None else grad[rows, None]
+        if dh is not None:
+            torch.mm(dz, weight, out=dh[rows])
+            if own is not None:
+                dh[rows].mul_(own)
+        if dw is not None:
+            h = h if own is None else (h * own).to(dtype)
+            if exact or dtype == wide:
+                torch.addmm(dw, dz.t(), h, **exact, out=dw)
+            else:
+                dw += dz.t() @ h
+    if z_loss is not None and squares is not None:
+        z_loss.mean = squares.sum() / (targets != IGNORED).sum().clamp(min=1)
+    return losses, dh, dw
 
-    def losses(self, targets: Tensor, chunk: int, grad: Tensor | None = None) -> Tensor:
-        """(N,) loss of each token, with the logits of at most `chunk` tokens at one time.
 
-        `grad` (N,) weighs each token in the gradients.
-        """
-        losses = torch.empty(targets.shape, dtype=self.accumulate, device=self.hidden.device)
-        size = tile_size(len(targets), chunk)
-        gradients_of = self._fused if fused(self.hidden.device, self.dtype) else self._plain
-        for start in range(0, len(targets), size):
-            rows = slice(start, start + size)
-            # (n, C); an ignored token adds nothing to dW
-            is_ignored = targets[rows, None] == IGNORED
-            h = self.hidden[rows].to(self.dtype).masked_fill(is_ignored, 0)
-            dz = gradients_of(h, targets[rows], losses[rows], rows, size)
-            own = None if grad is None else grad[rows, None]
-            if dz is not None and self.dh is not None:
-                torch.mm(dz, self.weight, out=self.dh[rows])
-                if own is not None:
-                    self.dh[rows].mul_(own)
-            if dz is not None and self.dw is not None:
-                self._add_to_dw(dz, h if own is None else (h * own).to(h.dtype))
-        return losses
-
-    def _plain(
-        self, h: Tensor, targets: Tensor, losses: Tensor, rows: slice, _: int
-    ) -> Tensor | None:
-        """Write the losses of the tokens `rows` and return dz, if it is needed, by torch."""
-        ignored = targets[:, None] == IGNORED
-        t = targets[:, None].masked_fill(ignored, 0)
-        z = self._logits(h)  # (n, V)
-        logp = z.log_softmax(dim=-1)
-        loss = -logp.gather(1, t)
+def cross_entropy_(
+    z: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    scale: Tensor | None,
+    z_loss: float = 0.0,
+    squares: Tensor | None = None,
+) -> None:
+    """Do by torch what the kernel of that name does."""
+    logp = z.log_softmax(dim=-1)
+    losses.copy_(F.nll_loss(logp, targets, reduction="none", ignore_index=IGNORED))
+    if scale is None:
+        return
+    ignored, loss = targets[:, None] == IGNORED, losses[:, None]
+    t = targets[:, None].masked_fill(ignored, 0)
+    # p[t] - 1 by expm1: for p[t] near 1 the difference would round to 0
+    growth, dz_t = None, torch.expm1(-loss)
+    if squares is not None:
         # loss = lse - z[t], so lse costs no second pass over V
         lse = z.gather(1, t) + loss
-        slope = self._slope_(z)
-        del z
-        losses.copy_(loss.masked_fill(ignored, 0).squeeze(1))
-        if self.dh is None and self.dw is None:
-            return None
-        # p[t] - 1 by expm1: for p[t] near 1 the difference would round to 0
-        dz, dz_t = logp.exp_(), torch.expm1(-loss)
-        if self.squares is not None:
-            self.squares[rows] = lse.square().masked_fill(ignored, 0).squeeze(1)
-            growth = 2 * self.z_loss * lse
-            dz, dz_t = dz.mul_(1 + growth), dz_t + growth * torch.exp(-loss)
-        dz = dz.scatter_(1, t, dz_t).mul_(self.scale).masked_fill_(ignored, 0)
-        return (dz if slope is None else dz.mul_(slope)).to(self.dtype)
-
-    def _fused(
-        self, h: Tensor, targets: Tensor, losses: Tensor, rows: slice, size: int
-    ) -> Tensor | None:
-        """As `_plain`, by the kernel; chunks have `size` tokens at most."""
-        if self.dh is None and self.dw is None:
-            cross_entropy.cross_entropy_(self._logits(h), targets, losses, scale=None)
-            return None
-        if self.z is None:
-            self.z = torch.empty(size, self.weight.shape[0], dtype=self.dtype, device=h.device)
-        z, slope = self.z[: len(h)], None
-        if self.logit_scale == 1:
-            torch.mm(h, self.weight.t(), out=z)
-        else:  # before anything is rounded
-            torch.addmm(z, h, self.weight.t(), beta=0, alpha=self.logit_scale, out=z)
-        if self.softcap is not None:
-            wide = shaped(z.to(self.accumulate, copy=True), 1.0, self.softcap)
-            z.copy_(wide)
-            slope = self._slope_(wide)
-        squares = None if self.squares is None else self.squares[rows]
-        cross_entropy.cross_entropy_(z, targets, losses, self.scale, self.z_loss, squares)
-        return z if slope is None else z.mul_(slope)
-
-    def _logits(self, h: Tensor) -> Tensor:
-        if h.is_cuda and self.dtype != self.accumulate:
-            # The matmul's fp32 sums as they are, never rounded to 16 bits.
-            z = torch.mm(h, self.weight.t(), out_dtype=self.accumulate)
-        else:
-            z = (h @ self.weight.t()).to(self.accumulate)
-        return shaped(z, self.logit_scale, self.softcap)
-
-    def _slope_(self, z: Tensor) -> Tensor | None:
-        """Return the cap's derivative at capped logits z, in their memory; None: no cap."""
-        if self.softcap is None:
-            return None
-        return z.div_(self.softcap).square_().neg_().add_(1)
-
-    def _add_to_dw(self, dz: Tensor, h: Tensor) -> None:
-        """dw += dzᵀ h, or dw = dzᵀ h with the first chunk."""
-        assert self.dw is not None
-        wide = {"out_dtype": self.accumulate} if h.is_cuda and self.dtype != self.accumulate else {}
-        if not wide and self.dtype != self.accumulate:
-            part = dz.t() @ h
-            self.dw = self.dw.add_(part) if self.begun else self.dw.copy_(part)
-        elif self.begun:
-            torch.addmm(self.dw, dz.t(), h, **wide, out=self.dw)  # type: ignore[call-overload]
-        else:
-            torch.mm(dz.t(), h, **wide, out=self.dw)
-        self.begun = True
+        squares.copy_(lse.square().masked_fill(ignored, 0)[:, 0])
+        growth = 2 * z_loss * lse
+        dz_t = dz_t + growth * torch.exp(-loss)
+    torch.exp(logp, out=z)
+    if growth is not None:
+        z.mul_(1 + growth)
+    z.scatter_(1, t, dz_t).mul_(scale).masked_fill_(ignored, 0)

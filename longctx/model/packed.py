@@ -125,14 +125,6 @@ def parameter(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(rows, requires_grad=False)
 
 
-def unpack(model: nn.Module, dtype: torch.dtype) -> None:
-    """Put weights in `dtype` in the place of the packed ones of `model`."""
-    for module in model.modules():
-        weight = module._parameters.get("weight")
-        if weight is not None and is_packed(weight):
-            module.weight = nn.Parameter(unpacked(weight, dtype), requires_grad=False)
-
-
 def bitsandbytes() -> Any:
     """Return bitsandbytes.functional; ValueError, one line, if it is not installed."""
     if "bitsandbytes" not in sys.modules:
