@@ -98,14 +98,15 @@ def attention_of(
     with untrusted.opened(file, "attention="):
         own = AttentionConfig(**run.get("attention", {}))
         variant = own.variant
-        trained = f"{file} was trained with {variant or f'attention={own.backend}'}"
+        trained = f"{file} was trained with {variant or f'attention={own.label}'}"
         plugin = f"{trained}, of {as_typed(run.get('plugins') or ['FILE.py'])}; name that"
-        known = own.backend in DESCRIPTIONS and own.options.get("score", "none") in SCORES
-        refuse((not known, plugin))
+        known = {x.backend for x in own.each} <= DESCRIPTIONS.keys()
+        refuse((not known or own.options.get("score", "none") not in SCORES, plugin))
         own.validate()
         if asked is not None and "score" in own.options and "score" in asked.description.options:
-            asked = AttentionConfig(asked.backend, own.options | asked.options)
+            asked = AttentionConfig(asked.backend, own.options | asked.options, asked.window)
+            asked.validate()
         other = asked is not None and variant is not None and asked.variant != variant
-        problem = f"attention={asked and asked.backend}: {trained}, which computes something else"
+        problem = f"attention={asked and asked.label}: {trained}, which computes something else"
         refuse((other, f"{problem}; leave attention out"))
     return asked or own

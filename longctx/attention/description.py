@@ -10,6 +10,7 @@ import tomllib
 from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -139,33 +140,57 @@ class AttentionConfig(Group):
 
     prefix = "attention."
     backend: str = key(
-        "flash", "set by attention=NAME; auto: the fastest here", choices=CHOICES, short=True
+        "flash", "set by attention=NAME; auto: the fastest here", choices=CHOICES, short="full"
     )
     options: dict[str, Any] = key({}, "the backend's own: attention.options.kernel=cudnn of sdpa")
+    window: str | None = key(None, "of layers with a window: attention={window: sdpa, full: flash}")
 
     @property
     def description(self) -> Description:
         """The description of the backend; of a fused kernel if no imported module has it."""
         return CHOICES.get(self.backend, Description())
 
+    def of_window(self, window: int | None) -> AttentionConfig:
+        """Return the attention of layers with this window, with the options that it has."""
+        if self.window is None:
+            return self
+        own = AttentionConfig(self.backend if window is None else self.window)
+        allowed = own.description.options
+        own.options = {x: y for x, y in self.options.items() if y in [*allowed.get(x, ())]}
+        return own
+
+    @property
+    def each(self) -> list[AttentionConfig]:
+        """Return the attention of each kind of layer."""
+        return [self] if self.window is None else [self.of_window(None), self.of_window(1)]
+
+    @property
+    def label(self) -> str:
+        """Return the names of its backends."""
+        return "+".join(x.backend for x in self.each[::-1])
+
     @property
     def variant(self) -> str | None:
         """Return the setting by which it is no plain softmax attention, or None."""
-        if not self.description.exact:
-            return f"attention={self.backend}"
+        if not all(x.description.exact for x in self.each):
+            return f"attention={self.label}"
         score = self.options.get("score", "none")
         return None if score == "none" else f"attention.options.score={score}"
 
     def problems(self) -> Iterator[str]:
         """Yield a message for an option that the backend does not have, or for its value."""
-        allowed = self.description.options
+        if self.window is not None and not {self.backend, self.window} <= DESCRIPTIONS.keys():
+            yield f"attention={self.label}: name two of {', '.join(DESCRIPTIONS)}"
+        options = [x.description.options for x in self.each]
         for name, value in self.options.items():
-            given = f"attention.options.{name}={value}"
-            if name not in allowed:
-                names = ", ".join(allowed) or "none"
+            given, has = f"attention.options.{name}={value}", [x for x in options if name in x]
+            allowed = [*dict.fromkeys(value for x in has for value in x[name])]
+            # A model has one function of scores
+            if not has or (name == "score" and len(has) < len(options)):
+                names = ", ".join(dict.fromkeys(chain(*options))) or "none"
                 if "causal" in name or "mask" in name:
                     names += "; masks are mask=Mask.causal() or mask=Mask.full()"
-                has = " and ".join(x for x, each in DESCRIPTIONS.items() if name in each.options)
-                yield f"{given} is not an option of {self.backend} ({names}) but of {has or 'none'}"
-            elif value not in [*allowed[name]]:
-                yield f"{given} must be one of {', '.join(map(str, allowed[name]))}"
+                of = " and ".join(x for x, each in DESCRIPTIONS.items() if name in each.options)
+                yield f"{given} is not an option of {self.label} ({names}) but of {of or 'none'}"
+            elif value not in allowed:
+                yield f"{given} must be one of {', '.join(map(str, allowed))}"

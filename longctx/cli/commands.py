@@ -234,8 +234,7 @@ def _start(request: Request[Any], *names: str) -> int:
     join(processes)
     with system.libraries():
         *_, run = map(resolve_name, names)
-    code: int = run(request, processes)
-    return code
+    return int(run(request, processes))
 
 
 def checked_jobs(arguments: Iterable[str]) -> list[list[str]]:
@@ -307,8 +306,8 @@ def _data(request: Request[options.DataOptions], training: list[str]) -> int:
     config: TrainConfig = compose("train", training).config
     if isinstance(config.seq_len, str):
         raise ValueError(f"seq_len={config.seq_len}: give a number of tokens")
-    describe: Callable[..., int] = resolve_name("longctx.data.describe:describe")
-    return describe(config.seq_len, config.init, config.data_as_read)
+    describe = resolve_name("longctx.data.describe:describe")
+    return int(describe(config.seq_len, config.init, config.data_as_read))
 
 
 def _call(function: str, request: Request[Any]) -> Any:

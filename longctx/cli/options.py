@@ -30,12 +30,10 @@ class CompareOptions(Group):
 
     longctx compare runs/*
     longctx compare runs/a runs/b out=page.html price=2.5 table=runs.csv
-
-    out: page with their curves, .html; needs no network
     """
 
     runs: list[Path] = key([], "folders of runs, such as runs/*", positional=True)
-    out: Path = key(Path("compare.html"), suffix=".html")
+    out: Path = key(Path("compare.html"), "page of their curves; needs no network", suffix=".html")
     price: float | None = key(None, PRICE, between=PRICES)
     table: Path | None = key(None, "write a row for each run too: .csv", suffix=".csv")
 

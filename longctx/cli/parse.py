@@ -136,8 +136,9 @@ def jobs(arguments: Iterable[str]) -> list[list[str]]:
     for argument in arguments:
         name, equals, text = argument.partition("=")
         values = alternatives(declared_as(TrainConfig, name), text)
-        if len(values) > 1 and "" in values:
-            raise ValueError(f"{argument}: a value between commas is missing")
+        fields.refuse(
+            (values[1:] and "" in values, f"{argument}: a value between commas is missing")
+        )
         choices.append([f"{name}{equals}{value}" for value in values])
     return [list(job) for job in itertools.product(*choices)]
 
@@ -166,7 +167,9 @@ def given_values(schema: type, arguments: Iterable[str]) -> dict[str, Any]:
         elif argument.startswith("-") or not equals or not name:
             raise ValueError(not_a_key(schema, argument))
         else:
-            texts.append((name, text))
+            inner = value_of(text, Key()) if name in known and known[name].is_group else text
+            inner = inner if isinstance(inner, dict) else {}
+            texts += [(f"{name}.{x}", shown(y)) for x, y in inner.items()] or [(name, text)]
     full_names = full_keys(schema, [name for name, _ in texts])
     for name, text in texts:
         full = full_names[name]
@@ -203,6 +206,7 @@ def full_keys(schema: type, names: Iterable[str]) -> dict[str, str]:
     """
     known = keys(schema)
     short = {key.rpartition(".")[0]: key for key, declared in known.items() if declared.short}
+    short |= {f"{group}.{known[key].short}": key for group, key in short.items()}
     full_names = {name: short.get(name, name) for name in names}
     fields.refuse_all(
         fields.unknown(name, known)

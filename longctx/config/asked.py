@@ -55,7 +55,8 @@ def divisions(config: TrainConfig, model: GPTConfig) -> list[Division]:
     names = [name]
     if name == "auto":
         names = [name for name in STRATEGIES if name != "none"] if devices > 1 else ["none"]
-    takes_intervals = config.attention.description.takes_intervals and not of_model(model)
+    takes_intervals = all(x.description.takes_intervals for x in config.attention.each)
+    takes_intervals = takes_intervals and not of_model(model)
     contexts = config.context.layouts(devices, shared_heads(model), takes_intervals)
     if heads := config.memory.heads_at_once:
         contexts = [context for context in contexts if context.degree == 1]

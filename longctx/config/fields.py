@@ -57,7 +57,8 @@ class Key(NamedTuple):
     word: may stand for the number, as in seq_len=max.
     literal: the command line's text is the value, whatever characters it has.
     positional: the command line takes it without `key=` too, as in `resume runs/NAME`.
-    short: the name of its group is enough, as passkey=true for passkey.enabled=true.
+    short: the name of its group is enough, as passkey=true for passkey.enabled=true; its own name
+        in a mapping, as attention={full: flash}, if it is a word.
     resume: resume= may change it.
     names: a value that was given is part of a new run's name; None: unless `resume`.
     compared: it may change results, so comparisons show it.
@@ -75,7 +76,7 @@ class Key(NamedTuple):
     word: str | None = None
     literal: bool = False
     positional: bool = False
-    short: bool = False
+    short: bool | str = False
     resume: bool = False
     names: bool | None = None
     compared: bool = True

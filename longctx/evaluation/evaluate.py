@@ -233,14 +233,14 @@ def measure(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
         measure_kind = measure_ruler if config.ruler.enabled else measure_passkeys
     began = time.perf_counter()
     stem, content = measure_kind(setup, scorer)
-    backend = config.attention.backend
+    backend = config.attention.label
     decisive = [key for key in asdict(config) if keys(type(config))[key].compared]
     about = {
         "asked": {key: asdict(config)[key] for key in decisive},
         "checkpoint": str(setup.model.file),
         "trained_seq_len": setup.model.seq_len,
         "attention": backend,
-        "kernel": kernels_run()[backend],
+        "kernel": ", ".join(kernels_run()[x.backend] for x in config.attention.each),
         "seconds": round(time.perf_counter() - began, 3),
     }
     return stem, about | content
@@ -274,7 +274,7 @@ def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any
         **gains,
     }
     source = config.split if setup.own_split else config.data.source
-    settings = setup.context, result.stride, config.attention.backend
+    settings = setup.context, result.stride, config.attention.label
     return evaluations.stem(source, setup.model.name, *settings), content
 
 
@@ -292,7 +292,7 @@ def measure_passkeys(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]
         "accuracy": right.mean(-1).round(6).tolist(),
         "logprob": logp.mean(-1).round(6).tolist(),
     }
-    stem = evaluations.stem("passkey", model.name, longest, setup.config.attention.backend)
+    stem = evaluations.stem("passkey", model.name, longest, setup.config.attention.label)
     return stem, {"filler": setup.source, "samples": asked.samples, "kinds": {"passkey": grid}}
 
 
@@ -318,7 +318,7 @@ def measure_ruler(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
         "ruler": {"lengths": lengths, "scores": scores},
         "answers": answers,
     }
-    return evaluations.stem("ruler", model.name, longest, config.attention.backend), content
+    return evaluations.stem("ruler", model.name, longest, config.attention.label), content
 
 
 def answered(

@@ -86,15 +86,17 @@ class Decoder:
         dtype = torch.get_autocast_dtype(kind) if autocasts else weight.dtype
         mixers = {n: x.attention for n, x in enumerate(model.blocks) if is_mixer(x)}
         layers = [n for n in range(model.config.layers) if n not in mixers]
-        naive = Attention("naive")
-        own: Attention = model.blocks[layers[0]].attention.attend if layers else naive
-        score = own.options if "score" in own.options else None  # naive has it, too
-        self.attend = Attention("naive", score) if own.backend.exact else own
-        parts = model.config.block(0).attention.required()["scores"]
+        self.attends: dict[int, Attention] = {}
+        for n in layers:
+            own = model.blocks[n].attention.attend
+            score = own.options if "score" in own.options else None  # naive has it, too
+            self.attends[n] = Attention("naive", score) if own.backend.exact else own
+        attends, parts = self.attends.values(), model.config.block(0).attention.required()["scores"]
+        is_plain = all(x.name == "naive" and not x.options for x in attends)
         of_tensors = self.device, dtype, model.config.head_size
-        self.splits_keys = own.backend.exact and not score and splits_keys(*of_tensors, parts)
+        self.splits_keys = is_plain and splits_keys(*of_tensors, parts)
         slow = [f"model.mixer={x.part.mixer}" for x in mixers.values() if not x.decodes]
-        slow += [] if self.attend.decodes else [f"attention={own.name}"]
+        slow += [f"attention={x.name}" for x in attends if not x.decodes]
         self.decodes = not slow
         for setting in dict.fromkeys(slow):
             warn_of_slow_decoding(setting)
@@ -103,7 +105,7 @@ class Decoder:
         self.states: dict[int, tuple[Tensor, ...]] = {}
         self.dtype = dtype
         self.windows = [model.config.window_of(n) for n in range(model.config.layers)]
-        captures = self.decodes and self.attend.description.capturable
+        captures = self.decodes and all(x.description.capturable for x in attends)
         self.graphs = captures and (kind == "cuda" if graphs is None else graphs)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.texts: list[list[int]] = []  # if their tokens are read anew
@@ -204,7 +206,7 @@ class Decoder:
                 out = by_triton(queries, keys, values, mask, scores)
             else:
                 seen = keys[:, :longest], values[:, :longest]
-                out = self.attend.decode(queries, *seen, mask, scores)
+                out = self.attends[n].decode(queries, *seen, mask, scores)
             return block.after(x, out)
 
         x = self._through_blocks(self.tokens[:, None], forward)

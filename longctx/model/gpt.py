@@ -21,7 +21,7 @@ from longctx.attention.description import AttentionConfig
 from longctx.config.layout_config import MemoryConfig
 from longctx.model import compile_cache
 from longctx.model.experts import Balance, Correction, balancing
-from longctx.model.layers import Block, RMSNorm, SelfAttention, StreamNorm
+from longctx.model.layers import Block, RMSNorm, StreamNorm
 from longctx.model.loss import IGNORED, ZLoss, linear_cross_entropy, shaped
 from longctx.model.mixer import Batch, Mixer
 from longctx.model.packed import is_packed
@@ -93,18 +93,15 @@ class GPT(nn.Module):
             for path, linear in block.linears.items()
             if linear.into_residual
         }
+        for name, weight in self.named_parameters():
+            if name.endswith((".bias", ".sinks", ".correction.weight")):
+                nn.init.zeros_(weight)
         for name, module in self.named_modules():
             if isinstance(module, RMSNorm):
                 nn.init.constant_(module.weight, 0.0 if module.plus_one else 1.0)
-            elif isinstance(module, Correction):
-                nn.init.zeros_(module.weight)
             elif isinstance(module, nn.Linear | nn.Embedding) and not is_packed(module.weight):
                 shrink = math.sqrt(2 * self.config.layers) if name in into_residual else 1.0
                 draw(module.weight, partial(nn.init.normal_, std=std / shrink))
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-            if isinstance(module, SelfAttention) and module.sinks is not None:
-                nn.init.zeros_(module.sinks)
             if isinstance(module, Mixer):
                 for own, weight in module.named_parameters(recurse=False):
                     draw(weight, partial(module.start, own))

@@ -227,7 +227,7 @@ class Block(nn.Module):
     def __init__(self, described: parts.BlockSpec, backend: AttentionConfig) -> None:
         super().__init__()
         self.attention_norm: Any = optional(described.attention_norm)
-        self.attention = described.attention.build(backend)
+        self.attention = described.attention.build(backend.of_window(described.attention.window))
         self.attention_out_norm = optional(described.attention_out_norm)
         self.mlp_norm: Any = optional(described.mlp_norm)
         self.mlp = described.mlp.build()

@@ -54,15 +54,19 @@ def check_attention(config: TrainConfig | EvalConfig, model: GPTConfig, device: 
     if sharing.degree not in (1, "auto") and sharing.method_for(model.heads) == "allgather":
         # A rank's queries see arbitrary intervals of keys
         shard = Mask("intervals")
-    attention.check(
-        config.attention.backend,
-        device=device,
-        dtype=dtype_of(precision_of(config.precision, device)),
-        mask=shard,
-        options=config.attention.options,
-        deterministic=isinstance(config, TrainConfig) and config.deterministic,
-        **model.block(0).attention.required(trains),
-    )
+    if (windowed := config.attention.window) and (model.window is None or not model.has_kernels):
+        lacks = "model.window=null" if model.has_kernels else "transformers computes the model"
+        raise ValueError(f"attention.window={windowed}: {lacks}; give one backend for all layers")
+    for chosen in config.attention.each:
+        attention.check(
+            chosen.backend,
+            device=device,
+            dtype=dtype_of(precision_of(config.precision, device)),
+            mask=shard,
+            options=chosen.options,
+            deterministic=isinstance(config, TrainConfig) and config.deterministic,
+            **model.block(0).attention.required(trains),
+        )
 
 
 def able_backends(config: TrainConfig | EvalConfig, model: GPTConfig, device: str) -> list[str]:

@@ -254,7 +254,7 @@ def one_row(workload: Workload) -> Callable[[int], Workload]:
 
 def smallest_change(workload: Workload, gpu: float, host: float) -> str:
     """Return the smallest change with which `workload` is predicted to fit, as overrides."""
-    if workload.attention.description.score_bytes is not None:
+    if any(x.description.score_bytes for x in workload.attention.each):
         return "attention=flash, which keeps no seq_len × seq_len scores"
     # the same step in more micro-batches
     sequences = workload.accumulate * workload.batch_size

@@ -110,7 +110,9 @@ class _Step:
         # Blocks that are alike have one object
         kinds = list(zip(map(id, self.blocks), self.in_8_bits, strict=True))
         by_kind = {
-            kind: self.costs_of(block, workload.pass_of(self.B, self.T, kind[1]))
+            kind: self.costs_of(
+                block, workload.pass_of(self.B, self.T, kind[1], block.attention.window)
+            )
             for kind, block in dict(zip(kinds, self.blocks, strict=True)).items()
         }
         self.costs = [by_kind[kind] for kind in kinds]
@@ -359,7 +361,8 @@ class _Step:
         tile = min(self.memory.mlp_tile or tokens, tokens)
         through = self.workload.pass_of(rows, length, self.in_8_bits[0])._replace(tile=tile)
         # In memory: masked scores, their distance to the lse, and its exp
-        has_scores = self.workload.attention.description.score_bytes is not None
+        attention = self.workload.attention
+        has_scores = any(x.description.score_bytes for x in attention.each)
         scores = 3.0 * FP32 * self.model.heads * tokens * length if has_scores else 0.0
         mlp = self.forward(through)
         # A layer that is computed again saves nothing in forward, as in validation

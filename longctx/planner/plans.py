@@ -102,7 +102,7 @@ def with_backend(step: Workload, chip: Chip | None, host: float, say: Say) -> Wo
 
 def able_divisions(step: Workload) -> list[Division]:
     """Return the open divisions that the backend of `step` can compute, the plainest first."""
-    if step.attention.description.takes_intervals:
+    if all(x.description.takes_intervals for x in step.attention.each):
         return list(step.divisions)
     # A rank's queries would see arbitrary intervals of keys
     free = [division for division in step.divisions if division.context_method != "allgather"]

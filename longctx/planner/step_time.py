@@ -170,24 +170,30 @@ def update_products(workload: Workload) -> list[tuple[int, float]]:
 
 def attention_seconds(workload: Workload, chip: Chip) -> float:
     """Return the time of attention in one micro-batch, forward and backward, all layers."""
+    windows = workload.model.windows()
+    return sum(attention_of_layers(workload, window, chip) for window in windows)
+
+
+def attention_of_layers(workload: Workload, window: int | None, chip: Chip) -> float:
+    """Return the part of `attention_seconds` of the layers with this window."""
     assert chip.flops is not None and chip.bandwidth is not None
-    model, description = workload.model, workload.attention.description
-    part, layer = (
-        workload.model.blocks[0].attention,
-        workload.pass_of(workload.batch_size, workload.seq_len),
-    )
-    pairs = pairs_of_row(workload)
-    runs_again = pairs_of_row(workload, attends_again(workload)) / max(1, pairs)
+    model, description = workload.model, workload.attention.of_window(window).description
+    rows, length = workload.batch_size, workload.seq_len
+    layers = [n for n in range(model.layers) if model.window_of(n) == window]
+    part, layer = model.blocks[layers[0]].attention, workload.pass_of(rows, length, window=window)
+    pairs = pairs_of_row(workload, layers)
+    again = set(attends_again(workload)).intersection(layers)
+    runs_again = pairs_of_row(workload, again) / max(1, pairs)
     runs_again += layer.recompute == "block" and not description.has_backward
     if description.score_bytes is not None:
-        heads = model.heads * sum(softmax_calls(block.attention) for block in model.blocks)
-        scores = workload.batch_size * workload.seq_len**2 * heads / workload.context
+        heads = model.heads * sum(softmax_calls(model.blocks[n].attention) for n in layers)
+        scores = rows * length**2 * heads / workload.context
         forward, backward = description.score_bytes
         is_fused = layer.is_compiled and layer.recompute == "none"
         moved = scores * (forward * (1 + runs_again) + backward) * (1.0 if is_fused else EAGER)
         return moved / (STREAM * chip.bandwidth)
     forward_rate, backward_rate = description.rates_on(chip.generation, part, layer)
-    flops = 4 * workload.batch_size * pairs * model.heads * model.head_size / workload.context
+    flops = 4 * rows * pairs * model.heads * model.head_size / workload.context
     if workload.context > 1 and workload.context_method == "allgather":
         flops *= IMBALANCE
     return flops * ((1 + runs_again) / forward_rate + 2.5 / backward_rate) / chip.flops

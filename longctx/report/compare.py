@@ -75,11 +75,9 @@ def read_all(paths: Sequence[Path], price: float | None) -> tuple[list[RunRecord
     is left.
     """
     fields.refuse_first(f"{path}: no such folder" for path in paths if not path.exists())
-    unique: dict[Path, Path] = {}
-    for path in paths:
-        unique.setdefault(path.resolve(), path)
+    unique = {x.resolve(): x for x in paths} | {x.resolve(): x for x in reversed(paths)}
     runs: list[RunRecord] = []
-    problems: list[ValueError | OSError] = []
+    problems = list[ValueError | OSError]()
     for path in unique.values():
         try:
             with opened(path):

@@ -124,11 +124,6 @@ def here() -> Chip | None:
     return None if has_failed else chip(name.value.decode(), float(size.value))
 
 
-def cores() -> int:
-    """Count the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def host_memory() -> float:
     """Return the bytes of memory of this machine, or of its control group, without swap."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

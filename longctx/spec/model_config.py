@@ -10,7 +10,7 @@ from functools import cached_property
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
 
-from longctx.config.fields import Group, Key, build, group, key, positive
+from longctx.config.fields import Group, Key, build, group, key, positive, refuse
 from longctx.config.layout_config import divisors
 from longctx.config.rope_config import check_scaling
 from longctx.model.mixers import description as mixers
@@ -367,8 +367,5 @@ class LoraConfig:
             if self.rank is not None and not model.lora_widths(chosen):
                 raise ValueError(f"lora.targets={','.join(chosen)}: the model has no such layer")
         for _, columns in model.frozen_matrices if self.base is not None else []:
-            if columns % NF4_BLOCK:
-                raise ValueError(
-                    f"lora.base={self.base}: a matrix has {columns} columns, and the format takes "
-                    f"a multiple of {NF4_BLOCK}; leave lora.base out"
-                )
+            given = f"lora.base={self.base}: a matrix has {columns} columns, and the format takes a"
+            refuse((columns % NF4_BLOCK, f"{given} multiple of {NF4_BLOCK}; leave lora.base out"))

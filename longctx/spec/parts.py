@@ -70,28 +70,6 @@ class Fold:
         return rows
 
 
-@dataclass(frozen=True)
-class Interleaved(Fold):
-    """The folder's rotary pairs are channels 2i and 2i + 1, as in GLM-4; here they are half a head
-    apart. Only the first `rotated` channels of each head are paired.
-    """
-
-    head_size: int
-    rotated: int
-
-    def load(self, tensor: Any) -> Any:
-        return self._paired(tensor, (-1, 2))
-
-    def save(self, rows: Any) -> Any:
-        return self._paired(rows, (2, -1))
-
-    def _paired(self, rows: Any, pairs: tuple[int, int]) -> Any:
-        moved = rows.clone()
-        heads = moved.unflatten(0, (-1, self.head_size))[:, : self.rotated]
-        heads.copy_(heads.unflatten(1, pairs).transpose(1, 2).flatten(1, 2))
-        return moved
-
-
 class Piece(NamedTuple):
     """A tensor of a Hugging Face folder: rows `first` and on of the parameter `ours`, folded."""
 

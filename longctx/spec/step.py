@@ -160,10 +160,14 @@ class Workload:
         """Return True if a layer of this `window` needs only the end of the rank before."""
         # The backend must take the free intervals that result
         fits = window is not None and window - 1 <= -(-self.seq_len // self.context)
-        return self.context > 1 and fits and self.attention.description.takes_intervals
+        backend = self.attention.of_window(window).description
+        return self.context > 1 and fits and backend.takes_intervals
 
-    def pass_of(self, sequences: int, length: int, in_8_bits: bool = False) -> Pass:
+    def pass_of(
+        self, sequences: int, length: int, in_8_bits: bool = False, window: int | None = None
+    ) -> Pass:
         """Return so many sequences of `length` tokens on their way through a block."""
+        attention = self.attention.of_window(window)
         tokens, e = sequences * -(-length // self.context), self.activation_bytes
         adapted = tuple(self.lora.targets) if self.added else ()
         has_copies = e < FP32 and not adapted and not self.sharing.shards_weights and not in_8_bits
@@ -182,8 +186,8 @@ class Workload:
             is_compiled=self.compile,
             on_gpu=self.device == "cuda",
             keys=length,
-            backend=self.attention.description,
-            options=self.attention.options,
+            backend=attention.description,
+            options=attention.options,
             head_parts=self.head_parts,
             in_groups=bool(self.memory.heads_at_once),
         )
@@ -218,8 +222,8 @@ class Workload:
             (set(model.mixer) - {"softmax"}, "mixers launch by the documents of a sequence"),
             (not model.has_kernels, "transformers computes the model, and waits for the GPU"),
             (
-                not attention.description.capturable,
-                f"attention={attention.backend} launches by the documents of a row; use {names}",
+                not all(x.description.capturable for x in attention.each),
+                f"attention={attention.label} launches by the documents of a row; use {names}",
             ),
             (
                 experts is not None and self.precision == "fp32",

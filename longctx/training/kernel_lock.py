@@ -29,7 +29,14 @@ BORDERS = (97, 98, 298, 333)  # of documents in them
 
 
 def of_workload(workload: Workload) -> Lock:
-    """Return the lock of the attention that `workload` uses."""
+    """Return the lock of the attention that `workload` uses; of layers with a window apart, if
+    these have a backend of their own.
+    """
+    if workload.attention.window is not None:
+        full, windows = (
+            of_workload(replace(workload, attention=x)) for x in workload.attention.each
+        )
+        return full | {"windows": windows}
     # Its kernels run once, forward and backward, on a small input. A run needs these kernels
     # anyway.
     chosen, device = workload.attention, torch.empty(0, device=workload.device).device

@@ -83,7 +83,7 @@ def resolve(
     # A dry run makes no folder
     named = request.choices | {"model": choice.name}
     if named["attention"] == AUTO:
-        named["attention"] = step.attention.backend
+        named["attention"] = step.attention.label
     stem = run_folder.stem(named, step.seq_len, request.overrides)
     root, name = Path(config.runs), config.name
     if config.dry_run:

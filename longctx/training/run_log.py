@@ -109,7 +109,7 @@ class RunLog:
         run, workload, model = self.run, self.run.workload, self.run.workload.model
         assert run.data is not None
         known = {
-            "backend": workload.attention.backend,
+            "backend": workload.attention.label,
             "data_fingerprint": run.data.fingerprint,
             "parameters": model.parameters(),
             "trained_parameters": workload.lora.parameters(model) or model.parameters(),
@@ -142,8 +142,8 @@ class RunLog:
 
     def _kernels(self) -> dict[str, str]:
         """Return the run's backend → its kernel. Checks may have run other backends."""
-        backend = self.run.workload.attention.backend
-        return {name: kernel for name, kernel in attention.kernels_run().items() if name == backend}
+        names = {chosen.backend for chosen in self.run.workload.attention.each}
+        return {name: kernel for name, kernel in attention.kernels_run().items() if name in names}
 
     def _write(self, row: dict[str, Any]) -> None:
         if self.tracker is not None:
@@ -244,7 +244,7 @@ def opening(run: Run, machine: Machine) -> list[str]:
             added and f"frozen{base}; LoRA of rank {workload.lora.rank} trains {added:,} more",
         ),
         "attention": listed(
-            workload.attention.backend,
+            workload.attention.label,
             *(f"{key}={value}" for key, value in workload.attention.options.items()),
         ),
         "memory": listed(

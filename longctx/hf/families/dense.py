@@ -17,8 +17,9 @@ from longctx import untrusted
 from longctx.config.rope_config import KEYS, ORIGINAL
 from longctx.hf.families.config_json import ConfigJson
 from longctx.hf.families.family import Family, TwoRopes
+from longctx.hf.families.folds import Interleaved
 from longctx.spec.model_config import GPTConfig
-from longctx.spec.parts import Interleaved, Piece
+from longctx.spec.parts import Piece
 
 
 class SmolLM3(Family):
@@ -112,16 +113,6 @@ class Granite(Family):
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         return {"multipliers.logits": 1 / source.number("logits_scaling", 1.0)}
-
-
-class Exaone4(Family):
-    """If some layers have a window, the others have no positions."""
-
-    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        if source.get("sliding_window") is None:
-            return {}
-        windowed = self.read_windowed(source, layers)
-        return {"nope_layers": [n for n in range(layers) if n not in windowed]}
 
 
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}

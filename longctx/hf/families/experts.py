@@ -1,19 +1,19 @@
 """Code of families with experts. families.toml has what tables can say.
 
 gpt-oss has one tensor for all experts of a layer. Layers of GLM-4.5 for further tokens are left
-out. AFMoE has no positions in layers without a window.
+out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from longctx.hf.families.config_json import ConfigJson
 from longctx.hf.families.family import Family
+from longctx.hf.families.folds import Stacked
 from longctx.spec.model_config import GPTConfig
-from longctx.spec.parts import Fold, Piece
+from longctx.spec.parts import Piece
 
 
 class BalancedExperts(Family):
@@ -55,33 +55,6 @@ class Qwen2Moe(Qwen3Moe):
         if all_of_them % one:
             raise source.error(f"{name}={all_of_them} must be a multiple of {divisor}={one}")
         return super().read_features(source, layers) | {"experts.shared": all_of_them // one}
-
-
-@dataclass(frozen=True)
-class Stacked(Fold):
-    """The folder has one tensor for all experts, transposed: (experts, columns, rows), or biases
-    (experts, rows). If rows are `paired`, those of gate are 0, 2, 4, ... and those of up between.
-    """
-
-    count: int
-    paired: bool
-
-    def rows(self, shape: tuple[int, ...]) -> int:
-        return self.count * shape[-1]
-
-    def load(self, tensor: Any) -> Any:
-        return self._sorted(_turned(tensor), (-1, 2)).flatten(0, 1)
-
-    def save(self, rows: Any) -> Any:
-        return _turned(self._sorted(rows.unflatten(0, (self.count, -1)), (2, -1))).contiguous()
-
-    def _sorted(self, rows: Any, pairs: tuple[int, int]) -> Any:
-        """Return (experts, rows, ...) with the halves or `pairs` of rows told apart."""
-        return rows.unflatten(1, pairs).transpose(1, 2).flatten(1, 2) if self.paired else rows
-
-
-def _turned(tensor: Any) -> Any:
-    return tensor.mT if tensor.ndim == 3 else tensor
 
 
 class GptOss(BalancedExperts):
@@ -129,12 +102,8 @@ class Glm4Moe(Family):
 
 
 class Afmoe(Family):
-    """No positions in layers without a window."""
+    """The embedding may be scaled."""
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        windowed = self.read_windowed(source, layers)
         factor = source.size("hidden_size") ** 0.5 if source.flag("mup_enabled") else 1.0
-        return {
-            "nope_layers": [n for n in range(layers) if n not in windowed],
-            "multipliers.embedding": factor,
-        }
+        return {"multipliers.embedding": factor}

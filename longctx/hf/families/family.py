@@ -54,6 +54,7 @@ class Family:
     flags: key of config.json, true or false → keys of GPTConfig that all have its value.
     aliases: another name that transformers reads too → key of config.json, a whole number.
     full_every: without layer_types every n-th layer has no window: n, or its key of config.json.
+    full_nope: "always", or "with sliding_window": layers without a window have no positions then.
     thetas: base of the rotary frequencies in full layers, and in those with a window.
     dense: key of config.json, the number of layers without experts, which are the first.
     keys: other keys of config.json that it reads.
@@ -75,6 +76,7 @@ class Family:
     flags: dict[str, Sequence[str]] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     full_every: int | str | None = None
+    full_nope: str = ""
     thetas: Sequence[float] = ()
     dense: str = ""
     keys: Sequence[str] = ()
@@ -173,9 +175,11 @@ class Family:
             size = source.size("head_dim")
             is_usual = size * values["heads"] == values["channels"]
             values["head_dim"] = None if is_usual else size
-        if windowed := self.read_windowed(source, layers):
-            values["window"] = source.size("sliding_window")
-            values["window_layers"] = None if len(windowed) == layers else windowed
+        windowed = self.read_windowed(source, layers)
+        if self.full_nope == "always" or (self.full_nope and source.get("sliding_window")):
+            values["nope_layers"] = [n for n in range(layers) if n not in windowed]
+        values["window"] = source.size("sliding_window") if windowed else None
+        values["window_layers"] = None if len(windowed) in (0, layers) else windowed
         if self.dense:
             values["experts.dense_layers"] = list(range(min(source[self.dense], layers)))
 

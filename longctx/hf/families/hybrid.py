@@ -9,14 +9,14 @@ after attention, and before the delta rule.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from longctx.hf.families.config_json import ConfigJson
 from longctx.hf.families.experts import Qwen2Moe
 from longctx.hf.families.family import FULL, Family
+from longctx.hf.families.folds import Share
 from longctx.spec.model_config import GPTConfig
-from longctx.spec.parts import Fold, Piece
+from longctx.spec.parts import Piece
 
 RECURRENT = "linear_attention"
 # Keys of config.json → options of the mixer
@@ -26,27 +26,6 @@ OPTIONS = {
     "linear_key_head_dim": "key_size",
     "linear_value_head_dim": "value_size",
 }
-
-
-@dataclass(frozen=True)
-class Share(Fold):
-    """A tensor of the folder stacks rows of several of ours, head by head: `sizes` rows of each.
-    This one's are those of number `index`.
-    """
-
-    sizes: Sequence[int]
-    index: int
-
-    def rows(self, shape: tuple[int, ...]) -> int:
-        return shape[0] // sum(self.sizes) * self.sizes[self.index]
-
-    def load(self, tensor: Any) -> Any:
-        heads = tensor.unflatten(0, (-1, sum(self.sizes)))
-        return heads.split(self.sizes, dim=1)[self.index].flatten(0, 1)
-
-    def save(self, rows: Any) -> Any:
-        """Return (heads, rows of each, ...), which `family_folder.joined` puts between others."""
-        return rows.unflatten(0, (-1, self.sizes[self.index]))
 
 
 class DeltaFamily(Family):

@@ -1,0 +1,79 @@
+"""Tensors of Hugging Face folders that have their rows in another order than ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from longctx.spec.parts import Fold
+
+
+@dataclass(frozen=True)
+class Interleaved(Fold):
+    """The folder's rotary pairs are channels 2i and 2i + 1, as in GLM-4; here they are half a head
+    apart. Only the first `rotated` channels of each head are paired.
+    """
+
+    head_size: int
+    rotated: int
+
+    def load(self, tensor: Any) -> Any:
+        return self._paired(tensor, (-1, 2))
+
+    def save(self, rows: Any) -> Any:
+        return self._paired(rows, (2, -1))
+
+    def _paired(self, rows: Any, pairs: tuple[int, int]) -> Any:
+        moved = rows.clone()
+        heads = moved.unflatten(0, (-1, self.head_size))[:, : self.rotated]
+        heads.copy_(heads.unflatten(1, pairs).transpose(1, 2).flatten(1, 2))
+        return moved
+
+
+@dataclass(frozen=True)
+class Share(Fold):
+    """A tensor of the folder stacks rows of several of ours, head by head: `sizes` rows of each.
+    This one's are those of number `index`.
+    """
+
+    sizes: Sequence[int]
+    index: int
+
+    def rows(self, shape: tuple[int, ...]) -> int:
+        return shape[0] // sum(self.sizes) * self.sizes[self.index]
+
+    def load(self, tensor: Any) -> Any:
+        heads = tensor.unflatten(0, (-1, sum(self.sizes)))
+        return heads.split(self.sizes, dim=1)[self.index].flatten(0, 1)
+
+    def save(self, rows: Any) -> Any:
+        """Return (heads, rows of each, ...), which `family_folder.joined` puts between others."""
+        return rows.unflatten(0, (-1, self.sizes[self.index]))
+
+
+@dataclass(frozen=True)
+class Stacked(Fold):
+    """The folder has one tensor for all experts, transposed: (experts, columns, rows), or biases
+    (experts, rows). If rows are `paired`, those of gate are 0, 2, 4, ... and those of up between.
+    """
+
+    count: int
+    paired: bool
+
+    def rows(self, shape: tuple[int, ...]) -> int:
+        return self.count * shape[-1]
+
+    def load(self, tensor: Any) -> Any:
+        return self._sorted(_turned(tensor), (-1, 2)).flatten(0, 1)
+
+    def save(self, rows: Any) -> Any:
+        return _turned(self._sorted(rows.unflatten(0, (self.count, -1)), (2, -1))).contiguous()
+
+    def _sorted(self, rows: Any, pairs: tuple[int, int]) -> Any:
+        """Return (experts, rows, ...) with the halves or `pairs` of rows told apart."""
+        return rows.unflatten(1, pairs).transpose(1, 2).flatten(1, 2) if self.paired else rows
+
+
+def _turned(tensor: Any) -> Any:
+    return tensor.mT if tensor.ndim == 3 else tensor
