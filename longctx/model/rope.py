@@ -131,11 +131,8 @@ def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """High frequencies as they are, low ones divided by the factor, smoothly in between."""
     factor, old = scaling["factor"], scaling[ORIGINAL]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    wavelength = 2 * math.pi / plain
-    stretched = torch.where(wavelength > old / low, plain / factor, plain)
-    smooth = (old / wavelength - low) / (high - low)
-    between = (1 - smooth) * stretched / factor + smooth * stretched
-    return torch.where(~(wavelength < old / high) * ~(wavelength > old / low), between, stretched)
+    smooth = ((old / (2 * math.pi / plain) - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * plain / factor + smooth * plain
 
 
 def _yarn(periods: Tensor, spec: parts.RopeSpec) -> tuple[Tensor, float]:
@@ -158,17 +155,17 @@ def _yarn(periods: Tensor, spec: parts.RopeSpec) -> tuple[Tensor, float]:
     ramp = torch.clamp((channels - low) / (high - low), 0, 1)
     plain = 1 - ramp
     mixed = 1.0 / (factor * periods) * (1 - plain) + 1.0 / periods * plain
-    return mixed, _yarn_attention_factor(scaling, factor)
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        scales = [yarn_scale(factor, x) for x in (mscale, all_dim) if mscale and all_dim]
+        attention_factor = scales[0] / scales[1] if scales else yarn_scale(factor)
+    return mixed, float(attention_factor)
 
 
-def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
-    def scale(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-    if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
-    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    return float(scale(mscale) / scale(all_dim)) if mscale and all_dim else scale(1)
+def yarn_scale(factor: float, mscale: float = 1) -> float:
+    """Return YaRN's factor of queries and keys whose positions are stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _longrope(periods: Tensor, spec: parts.RopeSpec, length: int | None) -> tuple[Tensor, float]:
