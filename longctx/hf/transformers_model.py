@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pkgutil import resolve_name
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -223,7 +222,7 @@ class TransformersDecoder(Decoder):
     def __init__(self, model: GPT, rows: int, length: int, *_: Any) -> None:
         model.config.check_length(length, "prompt and max_new_tokens")
         self.model, self.device = model, model.embed.weight.device
-        self.cache: Any = SimpleNamespace(rows=rows, length=length)
+        self.rows, self.length = rows, length
         self.caches: list[Any] = []
 
     @torch.no_grad()

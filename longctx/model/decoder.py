@@ -37,37 +37,6 @@ from longctx.model.gpt import GPT
 from longctx.model.mixer import Mixer
 from longctx.model.recompute import in_tiles
 from longctx.model.rope import Angles, Rope, frequencies
-from longctx.spec.model_config import GPTConfig
-
-
-class KVCache:
-    """Keys and values of up to `length` tokens in each of `rows` texts, for each of these `layers`.
-
-    The buffers have their full length from the beginning, so a CUDA graph that writes to them stays
-    valid. Text b has its tokens 0 .. lengths[b] - 1; nothing behind them is ever read.
-    """
-
-    def __init__(
-        self,
-        config: GPTConfig,
-        layers: Collection[int],
-        rows: int,
-        length: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        self.rows, self.length = rows, length
-        shape = (rows, length, config.kv_heads, config.head_size)
-        # Not empty: naive multiplies unseen values by 0, and 0 · NaN is NaN
-        self.keys = {n: torch.zeros(shape, dtype=dtype, device=device) for n in layers}
-        self.values = {n: torch.zeros_like(k) for n, k in self.keys.items()}
-        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.starts = length * torch.arange(rows, device=device)  # of the rows, in slots
-
-    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write (N, Hkv, D) of `layer` to `slots` (N,): row · length + place in the row."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots, values)
 
 
 class Decoder:
@@ -76,6 +45,9 @@ class Decoder:
     `graphs`: replay a CUDA graph; None: on a GPU. Weights sharded over ranks are gathered block by
     block, which a graph cannot do. It can be used again for other prompts of the same number of
     rows, which replay the same graph.
+
+    Keys, values and other states have room for `length` tokens from the beginning, so a graph that
+    writes to them stays valid. Nothing behind the tokens of a text is ever read.
     """
 
     def __init__(self, model: GPT, rows: int, length: int, graphs: bool | None = None) -> None:
@@ -100,20 +72,23 @@ class Decoder:
         self.decodes = not slow
         for setting in dict.fromkeys(slow):
             warn_of_slow_decoding(setting)
-        self.cache = KVCache(model.config, layers, rows, length, dtype, self.device)
-        # Of each mixer; a graph reads and writes these tensors
-        self.states: dict[int, tuple[Tensor, ...]] = {}
-        self.dtype = dtype
+        self.rows, self.length, self.dtype = rows, length, dtype
+        # Of each layer: keys and values, or what its mixer has
+        shape = rows, length, model.config.kv_heads, model.config.head_size
+        like: Any = {"dtype": dtype, "device": self.device}
+        # Not empty: naive multiplies unseen values by 0, and 0 · NaN is NaN
+        self.states = {n: tuple(torch.zeros(2, *shape, **like)) for n in layers}
         self.windows = [model.config.window_of(n) for n in range(model.config.layers)]
         captures = self.decodes and all(x.description.capturable for x in attends)
         self.graphs = captures and (kind == "cuda" if graphs is None else graphs)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.texts: list[list[int]] = []  # if their tokens are read anew
-        self.lengths: list[int] = []  # of the texts, as the cache has them on the device
+        self.lengths: list[int] = []
+        self.ends = torch.zeros(rows, dtype=torch.int64, device=self.device)  # the same
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
         # Buffers of ropes that follow the length, for a replayed graph to read
         ropes = [rope for rope in model.ropes if rope.follows_length]
-        self.angles: dict[Rope, Angles] = {x: x(self.cache.lengths[:, None]) for x in ropes}
+        self.angles: dict[Rope, Angles] = {x: x(self.ends[:, None]) for x in ropes}
         self.logits = torch.zeros(0, device=self.device)
         self.head = torch.zeros(0, device=self.device)  # the lm_head in the dtype of products
 
@@ -126,15 +101,15 @@ class Decoder:
             self.head = weight.to(self.dtype)
         elif weight.dtype != self.dtype:
             self.head.copy_(weight)
-        cache, lengths = self.cache, [len(prompt) for prompt in prompts]
-        assert len(prompts) == cache.rows and 0 < min(lengths) and max(lengths) <= cache.length
+        lengths = [len(prompt) for prompt in prompts]
+        assert len(prompts) == self.rows and 0 < min(lengths) and max(lengths) <= self.length
         N, ids = sum(lengths), torch.tensor([token for prompt in prompts for token in prompt])
         rows = torch.arange(len(prompts)).repeat_interleave(torch.tensor(lengths))
         mask = Mask.documents(rows[None]) if len(prompts) > 1 else Mask.causal()
         mask = mask.bind(1, N, N, self.device)
         shards = Context().shards(mask, N)
         masks = self.model.masks(mask, shards, 1)
-        slots = rows.to(self.device) * cache.length + mask.positions(1, N, self.device)[0]
+        slots = rows.to(self.device) * self.length + mask.positions(1, N, self.device)[0]
         angles = self.model.angles(mask, shards, (1, N), self.device)
 
         # In tiles always, which costs nothing without gradients: an MLP over 1M tokens is 80 GiB.
@@ -147,14 +122,14 @@ class Decoder:
                 for old, new in zip(self.states.setdefault(n, state), state, strict=True):
                     old.copy_(new)
                 return in_tiles(block.after, tile, (x, out))[0]
-            if n in cache.keys:
-                cache.write(n, slots, tensors[1][0], tensors[2][0])
+            if not is_mixer(block):
+                self._write(n, slots, *tensors[1:])
             out = block.attention(*tensors, masks[n])
             return in_tiles(block.after, tile, (x, out))[0]
 
         x = self._through_blocks(ids[None].to(self.device), forward)
         self.texts, self.lengths = [list(prompt) for prompt in prompts], lengths
-        cache.lengths.copy_(torch.tensor(lengths))
+        self.ends.copy_(torch.tensor(lengths))
         return self._logits(x[0, torch.tensor(lengths).cumsum(0).to(self.device) - 1])
 
     @torch.no_grad()
@@ -166,11 +141,11 @@ class Decoder:
             new = tokens.tolist()
             return self.prefill([[*text, x] for text, x in zip(self.texts, new, strict=True)])
         self.lengths = [n + 1 for n in self.lengths]
-        assert max(self.lengths) <= self.cache.length
+        assert max(self.lengths) <= self.length
         self.tokens.copy_(tokens)
         for rope, buffers in self.angles.items():
             own = torch.stack([frequencies(rope.spec, n)[0] for n in self.lengths])
-            angles = rope(self.cache.lengths[:, None], own[:, None].to(self.device))
+            angles = rope(self.ends[:, None], own[:, None].to(self.device))
             for buffer, angle in zip(buffers, angles, strict=True):
                 buffer.copy_(angle)
         if self.graph is not None:
@@ -187,20 +162,20 @@ class Decoder:
 
     def _one_token(self) -> Tensor:
         """Logits after `tokens`; waits for nothing, and reads nothing that changes but tensors."""
-        cache = self.cache
-        positions = cache.lengths[:, None]
+        positions = self.ends[:, None]
         angles = self.model.ropes.per_layer(lambda rope: self.angles.get(rope) or rope(positions))
-        slots, last = cache.starts + cache.lengths, cache.lengths.int()[:, None]
-        longest = cache.length if self.graphs else max(self.lengths)
-        first = {w: (last - ((w or cache.length) - 1)).clamp(min=0) for w in set(self.windows)}
+        starts, last = torch.arange(self.rows, device=self.device), positions.int()
+        slots = self.length * starts + self.ends
+        longest = self.length if self.graphs else max(self.lengths)
+        first = {w: (last - ((w or self.length) - 1)).clamp(min=0) for w in set(self.windows)}
         masks = {w: Mask("intervals", first=first[w], last=last) for w in first}
 
         def forward(n: int, block: Any, x: Tensor) -> Tensor:
             tensors = block.before(x, *angles[n])
             if is_mixer(block):
                 return block.after(x, block.attention.step(*tensors, *self.states[n]))
-            cache.write(n, slots, tensors[1][:, 0], tensors[2][:, 0])
-            queries, keys, values = tensors[0].to(self.dtype), cache.keys[n], cache.values[n]
+            self._write(n, slots, *tensors[1:])
+            queries, (keys, values) = tensors[0].to(self.dtype), self.states[n]
             mask, scores = masks[self.windows[n]], block.attention.scores
             if self.splits_keys:
                 out = by_triton(queries, keys, values, mask, scores)
@@ -210,8 +185,13 @@ class Decoder:
             return block.after(x, out)
 
         x = self._through_blocks(self.tokens[:, None], forward)
-        cache.lengths += 1
+        self.ends += 1
         return self._logits(x[:, 0])
+
+    def _write(self, layer: int, slots: Tensor, *tensors: Tensor) -> None:
+        """Write keys and values of tokens to `slots`: row · length + position."""
+        for state, new in zip(self.states[layer], tensors, strict=True):
+            state.flatten(0, 1).index_copy_(0, slots, new.flatten(0, 1))
 
     def _through_blocks(self, tokens: Tensor, forward: Callable[..., Tensor]) -> Tensor:
         x = self.model.embedded(tokens).to(self.dtype)

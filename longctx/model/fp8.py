@@ -4,11 +4,8 @@
 
 x and W are rounded to e4m3, dy to e5m2 (arXiv 2209.05433), each with one scale for the whole
 tensor, from its own largest value now; sums are fp32. Weights, their gradients and the optimizer
-stay in fp32, whatever is not a product of a block in bf16. In eval mode a layer computes in bf16,
-which is how a trained model is used.
-
-Backward takes the input's transposed copy in FP8, and makes the weight's transposed copy
-anew.
+stay in fp32, whatever is not a product of a block in bf16. In eval mode a layer computes in bf16.
+Backward takes the input's transposed copy in FP8, and makes that of the weight anew.
 
 Shapes: N tokens, I and O channels of a layer's input and output.
 """
@@ -139,35 +136,25 @@ class Product(nn.Module):
     It has no weights and no buffers, so a model's names stay as they are.
     """
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + b: x (..., I), weight (O, I), bias (O,)."""
-        return self._product(x, weight, bias) if self.training else linear(x, weight, bias)
-
-    def gated_down(
-        self,
-        gate_up: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        with_output: bool = True,
-        activation: str = "silu",
-    ) -> Tensor:
-        """`longctx.kernels.elementwise.swiglu.gated_down` of gate_up (..., 2I)."""
-        if not self.training:
-            return swiglu.gated_down(gate_up, weight, bias, with_output, activation)
-        return self._product(gate_up, weight, bias, activation, with_output)
-
-    def _product(
+    def forward(
         self,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        gated: str = "",
         with_output: bool = True,
+        gated: str = "",
     ) -> Tensor:
+        """Return x Wᵀ + b, x (..., I), or the `gated_down` of swiglu.py, x (..., 2I)."""
+        if not self.training and gated:
+            return swiglu.gated_down(x, weight, bias, with_output, gated)
+        if not self.training:
+            return linear(x, weight, bias)
         trains = torch.is_grad_enabled() and weight.requires_grad
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         y = _Product.apply(rows, weight, bias, gated, trains, with_output)
         return y.view(*x.shape[:-1], -1)
+
+    gated_down = forward
 
 
 def convert(model: GPT, bf16_layers: Collection[int] = ()) -> GPT:

@@ -72,7 +72,7 @@ def test_the_fused_mlp_is_the_formula(with_output):
     layer = layer_in_fp8()
     gate_up = inputs(9, 96).requires_grad_()
     down = layer.product.gated_down
-    y = down(gate_up, layer.weight, None, with_output)
+    y = down(gate_up, layer.weight, None, with_output, "silu")
     dy = inputs(9, 32, seed=2)
     grads = torch.autograd.grad(y, [gate_up, layer.weight], dy)
     assert with_output or not y.any()
