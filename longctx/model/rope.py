@@ -158,8 +158,9 @@ def _yarn(periods: Tensor, spec: parts.RopeSpec) -> tuple[Tensor, float]:
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        scales = [yarn_scale(factor, x) for x in (mscale, all_dim) if mscale and all_dim]
-        attention_factor = scales[0] / scales[1] if scales else yarn_scale(factor)
+        attention_factor = yarn_scale(factor)
+        if mscale and all_dim:
+            attention_factor = yarn_scale(factor, mscale) / yarn_scale(factor, all_dim)
     return mixed, float(attention_factor)
 
 
