@@ -351,11 +351,10 @@ class TransformersModel(GPT):
         device = self.embed.weight.device
         return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
-    def cast(self, dtype: torch.dtype) -> None:
-        """Convert the matrices to `dtype`; vectors and `exact` weights stay in fp32."""
-        for name, weight in self.named_parameters():
-            if weight.ndim > 1 and name not in self.exact:
-                weight.data = weight.data.to(dtype)
+    @property
+    def rounded(self) -> set[str]:
+        """Return the names of the matrices, but for `exact`."""
+        return {name for name, x in self.named_parameters() if x.ndim > 1} - self.exact
 
     def linears(self) -> Iterator[tuple[Any, str, str, bool]]:
         """Yield block, path in it, and target of LoRA of every linear layer; and True, since

@@ -48,6 +48,8 @@ class Correction(nn.Module):
     it stays as it is, in fp32.
     """
 
+    exact = ("weight",)
+
     def __init__(self, count: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(count), requires_grad=False)

@@ -67,9 +67,12 @@ class GPT(nn.Module):
         self.blocks: Any = nn.ModuleList(Block(block, attention) for block in config.blocks)
         self.norm = StreamNorm(Norm("norm", "norm", C, config.norm_eps, config.norm_plus_one))
         self.head = None if config.tied else nn.Linear(C, V, bias=False)
-        # Weights that stay in fp32 if others are rounded, or routers would choose other experts
-        modules = self.named_modules()
-        self.exact = {f"{path}.weight" for path, x in modules if isinstance(x, Correction)}
+        # Weights that no export rounds, or routers would choose other experts
+        self.exact = {
+            f"{path}.{name}" if name in module._parameters else f"{path}.{name}.weight"
+            for path, module in self.named_modules()
+            for name in getattr(module, "exact", ())
+        }
         # The ranks that share the tokens of each row, see `forward`: this one alone
         self.context = Context()
         self.init_weights()
@@ -124,16 +127,24 @@ class GPT(nn.Module):
                 block.before = torch.compile(block.before)
                 block.after = torch.compile(block.after)
 
-    def cast(self, dtype: torch.dtype) -> None:
-        """Convert the matrices and biases to `dtype`; norms, routers' corrections and what mixers
-        have besides matrices stay fp32.
+    @property
+    def rounded(self) -> set[str]:
+        """Return the names of the weights that compute in 16 bits if the run does: of matrices and
+        their biases. Norms, sinks, what mixers have besides matrices and `exact` stay in fp32.
         """
-        self.to(dtype)
-        for module in self.modules():
-            if isinstance(module, RMSNorm | Correction):
-                module.float()
-            elif isinstance(module, Mixer):
-                module._apply(torch.Tensor.float, recurse=False)
+        return {
+            f"{path}.{name}"
+            for path, module in self.named_modules()
+            if isinstance(module, nn.Linear | nn.Embedding)
+            for name in module._parameters
+        } - self.exact
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Convert the `rounded` weights to `dtype`."""
+        rounded = self.rounded
+        for name, weight in self.named_parameters():
+            if name in rounded and weight.is_floating_point():
+                weight.data = weight.data.to(dtype)
 
     def linears(self) -> Iterator[tuple[Any, str, str, bool]]:
         """Yield block, path in it, and target of LoRA of every linear layer; and True if lora.base

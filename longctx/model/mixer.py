@@ -85,6 +85,8 @@ class Mixer(nn.Module):
     names: weight → its tensor, or tensors, in a layer of a Hugging Face folder, for a family
     softmax_calls: calls of softmax attention with the model's heads, in one forward
     reads_input: True if `branch` takes the normed input x
+    exact: weights that stay in fp32 in every export, and matrices that do so in a run in 16 bits;
+        other weights than matrices do anyway
     """
 
     options: ClassVar[Mapping[str, Any]] = {}
@@ -92,6 +94,7 @@ class Mixer(nn.Module):
     names: ClassVar[Mapping[str, Any]] = {}
     softmax_calls: ClassVar[int] = 0
     reads_input: Any = False
+    exact: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, part: MixerSpec, backend: AttentionConfig) -> None:
         super().__init__()

@@ -33,28 +33,41 @@ SHARES = "strategy=fsdp: layers of this model share weights, of which ranks hold
 
 def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
     """Shard every weight of `model` by rows over the ranks of `mesh` (one dimension), in place;
-    blocks compute with weights gathered in `dtype`, None: in their own.
+    blocks compute with `rounded` weights gathered in `dtype`, None: in their own.
     """
     # Sums over many ranks lose bits in bf16; autocast has cast the inputs
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     names = dict(model.named_parameters(remove_duplicate=False))
-    exact = {id(names[name]) for name in model.exact} if dtype == torch.bfloat16 else set()
     refuse((len(set(map(id, names.values()))) < len(names), SHARES))
+    rounded = model.rounded if dtype == torch.bfloat16 else names
+
+    def exact() -> set[nn.Parameter]:
+        return {weight for name, weight in model.named_parameters() if name not in rounded}
+
+    if ours := exact():
+        # Weights in fp32 are a group of their own, for all layers one. It is small, and recomputed
+        # layers read it without a call of its modules, so it is gathered until backward ends.
+        owners = [x for x in model.modules() if ours & {*x.parameters(recurse=False)}]
+        model.owners = nn.Sequential(*owners)
+        others = {*model.parameters()} - ours
+        fully_shard(model.owners, mesh=mesh, reshard_after_forward=False, ignored_params=others)
+        model.register_forward_pre_hook(lambda model, _: gather(model))
+    shared: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "ignored_params": exact()}
     for block in model.blocks:
-        for module in reversed(list(block.modules())):
-            # Without a policy it stays in fp32, and gathered: its owner may read it after its call
-            if any(id(x) in exact for x in module.parameters(recurse=False)):
-                for part in module.children():
-                    if not is_sharded(part):
-                        fully_shard(part, mesh=mesh, mp_policy=precision)
-                fully_shard(module, mesh=mesh, reshard_after_forward=False)
-        fully_shard(block, mesh=mesh, mp_policy=precision)
+        fully_shard(block, **shared)
         # Recomputation calls a block by this method too; a layer of transformers has none
         if hasattr(block, "calling"):
             register_fsdp_forward_method(block, "calling")
-    fully_shard(model, mesh=mesh, mp_policy=precision)
+    fully_shard(model, **shared)
+
+
+def gather(model: GPT) -> None:
+    """Gather the weights outside the blocks of `model`, and those in fp32."""
+    for module in (model, *model.children()):
+        if is_sharded(module):
+            module.unshard()
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -135,7 +148,7 @@ def unsharded(model: GPT) -> Iterator[None]:
     if is_sharded(model):
         # Else a block that is called first keeps its weights
         model._get_fsdp_state()._lazy_init()
-        model.unshard()
+        gather(model)
     try:
         yield
     finally:

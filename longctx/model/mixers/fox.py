@@ -28,6 +28,7 @@ class Fox(Attending):
 
     forget: Linear
     remember: Tensor
+    exact = ("remember",)
 
     def __init__(self, part: MixerSpec, backend: AttentionConfig) -> None:
         super().__init__(part, backend)

@@ -65,6 +65,7 @@ class GatedDelta(Mixer):
     }
     share = "heads"
     reads_input = True
+    exact = ("A_log", "dt_bias")
 
     @classmethod
     def sizes(cls, spec: MixerSpec) -> Sizes:

@@ -1,0 +1,83 @@
+"""Models whose weights two processes share in bf16 compute as one process does: logits and the
+gradients of weights in fp32 are equal to the bit.
+
+Arguments: a plugin, and models as JSON, keys of GPTConfig.
+"""
+
+import json
+import sys
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from longctx import plugins, system
+from longctx.attention import Mask
+from longctx.config.layout_config import MemoryConfig
+from longctx.model.gpt import build
+from longctx.parallel import sharding
+from longctx.spec.experts import ExpertsConfig
+from longctx.spec.model_config import GPTConfig
+
+SIZES = {"vocab_size": 61, "layers": 3, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48}
+MEMORIES = (
+    MemoryConfig("fast"),
+    MemoryConfig("balanced", keep_every=2, mlp_tile=5),
+    MemoryConfig("fast", recompute="mlp", mlp_tile=7),
+    MemoryConfig("long", mlp_tile=9),
+)
+
+
+def computed(keys, memory, mesh):
+    """Return logits and gradients, with the weights sharded over `mesh`, and the weights in fp32."""
+    experts = ExpertsConfig(**keys.get("experts", {}))
+    config = GPTConfig(**SIZES | keys | {"experts": experts})
+    with torch.device("meta"):
+        model = build(config, "naive", memory)
+    wide = {name for name, _ in model.named_parameters()} - model.rounded
+    if mesh is not None:
+        sharding.shard(model, mesh, torch.bfloat16)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    model.init_weights(sharding.draw)
+    for name, weight in model.named_parameters():
+        if name in wide:
+            sharding.draw(weight, partial(nn.init.normal_, mean=1.0, std=0.3))
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(61, (3, 24), generator=generator)
+    mask = Mask.documents((torch.arange(23) // 9).expand(2, 23))
+    with torch.autocast("cpu", torch.bfloat16):
+        for row in tokens.split((2, 1)):
+            model(row[:, :-1], row[:, 1:], mask if len(row) == 2 else None).backward()
+        with torch.no_grad():
+            logits = model(tokens[:, :-1])
+    sharding.reshard(model)
+    weights = dict(model.named_parameters())
+    assert {name for name, x in weights.items() if x.dtype != torch.float32} == set()
+    gradients = {n: sharding.full(x.grad) for n, x in weights.items() if x.grad is not None}
+    assert all(name in weights for name in wide)
+    return logits, gradients, wide
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    plugins.load([sys.argv[1]])
+    for keys in map(json.loads, sys.argv[2:]):
+        for memory in MEMORIES:
+            alone, wanted, wide = computed(keys, memory, None)
+            logits, found, _ = computed(keys, memory, mesh)
+            torch.testing.assert_close(logits, alone, rtol=0, atol=0, msg=f"{keys} {memory}")
+            assert found.keys() == wanted.keys()
+            for name, gradient in found.items():
+                # Gradients of matrices are rounded, since the matrices are
+                off = {"rtol": 0, "atol": 0} if name in wide else {"rtol": 0.03, "atol": 0.003}
+                torch.testing.assert_close(gradient, wanted[name], **off, msg=f"{name} {memory}")
+    dist.barrier()  # or one process ends while the other still reads from it
+    system.exit_with(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Weights that ranks share, of which some stay in fp32 if the run computes in bf16."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from longctx import files
+from longctx.runs import run_folder
+from tests.processes import run_on, train_together
+from tests.training.sample_run import check_equal_weights, figures, losses
+
+PLUGIN = """
+from torch import nn
+from torch.nn.functional import linear
+from longctx.model.mixers import Mixer, register
+
+
+class Scaled(Mixer):
+    exact = ("gates",)
+
+    @classmethod
+    def weights(cls, spec):
+        return {"gates": (spec.size, spec.size), "out": (spec.size, spec.size), "scale": (spec.size,)}
+
+    def start(self, name, weight):
+        nn.init.ones_(weight)
+
+    def forward(self, x, batch):
+        gates = (x.float()[..., None, :] * self.gates.weight).sum(-1)
+        return self.out((gates * x * self.scale).to(x.dtype))
+
+
+register("scaled", Scaled)
+"""
+MODELS = [
+    {"norm_plus_one": True, "norms": "sandwich", "qk_norm": "head"},
+    {"sinks": True, "experts": {"count": 6, "per_token": 2, "ffn": 16, "router": "sigmoid_bias"}},
+    {"mixer": ["gdn", "fox", "scaled"]},
+]
+
+
+def test_weights_in_fp32_stay_so_in_slices(tmp_path):
+    plugin = tmp_path / "scaled.py"
+    plugin.write_text(PLUGIN)
+    script = Path(__file__).with_name("sharded.py")
+    run_on(2, script, plugin, *map(json.dumps, MODELS))
+
+
+@pytest.mark.slow
+def test_a_run_of_slices_in_bf16_resumes_exactly(overrides, tmp_path):
+    keys = {"precision": "bf16", "model.layers": 2, "model.mixer": "[gdn,fox]", "accumulate": 1}
+    keys |= {"model.norm_plus_one": True, "checkpoint_every": 2, "max_steps": 4, "devices": 2}
+    keys |= {"keep_checkpoints": 5, "memory": "balanced"}
+    copies = overrides(name="copies", strategy="ddp", **keys | {"max_steps": 1})
+    train_together(2, [copies, overrides(name="slices", strategy="fsdp", **keys)])
+    runs = tmp_path / "runs"
+    again = shutil.copytree(runs / "slices", runs / "again", symlinks=True)
+    files.remove(run_folder.checkpoints(again)[-1])
+    train_together(2, [[f"resume={again}"]])
+    # Weights are drawn in fp32; in 16 bits the first loss would be another
+    assert losses(runs / "copies") == losses(runs / "slices")[:1]
+    assert figures(again) == figures(runs / "slices")
+    check_equal_weights(again, runs / "slices")
