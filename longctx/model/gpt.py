@@ -20,7 +20,7 @@ from longctx.attention.context_parallel import Context, Shards, padded
 from longctx.attention.description import AttentionConfig
 from longctx.config.layout_config import MemoryConfig
 from longctx.model import compile_cache
-from longctx.model.experts import Balance, Correction, balancing
+from longctx.model.experts import Balance, balancing
 from longctx.model.layers import Block, RMSNorm, StreamNorm
 from longctx.model.loss import IGNORED, ZLoss, linear_cross_entropy, shaped
 from longctx.model.mixer import Batch, Mixer
@@ -96,8 +96,8 @@ class GPT(nn.Module):
             for path, linear in block.linears.items()
             if linear.into_residual
         }
-        for name, weight in self.named_parameters():
-            if name.endswith((".bias", ".sinks", ".correction.weight")):
+        for weight in self.parameters():  # biases, sinks, corrections
+            if weight.ndim == 1:
                 nn.init.zeros_(weight)
         for name, module in self.named_modules():
             if isinstance(module, RMSNorm):
@@ -132,12 +132,9 @@ class GPT(nn.Module):
         """Return the names of the weights that compute in 16 bits if the run does: of matrices and
         their biases. Norms, sinks, what mixers have besides matrices and `exact` stay in fp32.
         """
-        return {
-            f"{path}.{name}"
-            for path, module in self.named_modules()
-            if isinstance(module, nn.Linear | nn.Embedding)
-            for name in module._parameters
-        } - self.exact
+        linear = nn.Linear, nn.Embedding
+        owners = [(path, x) for path, x in self.named_modules() if isinstance(x, linear)]
+        return {f"{path}.{name}" for path, x in owners for name in x._parameters} - self.exact
 
     def cast(self, dtype: torch.dtype) -> None:
         """Convert the `rounded` weights to `dtype`."""

@@ -47,13 +47,12 @@ def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
         return {weight for name, weight in model.named_parameters() if name not in rounded}
 
     if ours := exact():
-        # Weights in fp32 are a group of their own, for all layers one. It is small, and recomputed
-        # layers read it without a call of its modules, so it is gathered until backward ends.
-        owners = [x for x in model.modules() if ours & {*x.parameters(recurse=False)}]
-        model.owners = nn.Sequential(*owners)
-        others = {*model.parameters()} - ours
+        # One small group of all layers, gathered until backward ends: recomputed layers read it
+        # without a call of its modules
+        owners = (x for x in model.modules() if ours & {*x.parameters(recurse=False)})
+        model.owners, others = nn.Sequential(*owners), {*model.parameters()} - ours
         fully_shard(model.owners, mesh=mesh, reshard_after_forward=False, ignored_params=others)
-        model.register_forward_pre_hook(lambda model, _: gather(model))
+        model.register_forward_pre_hook(lambda model, _: model.owners.unshard())
     shared: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "ignored_params": exact()}
     for block in model.blocks:
         fully_shard(block, **shared)
@@ -61,13 +60,6 @@ def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
         if hasattr(block, "calling"):
             register_fsdp_forward_method(block, "calling")
     fully_shard(model, **shared)
-
-
-def gather(model: GPT) -> None:
-    """Gather the weights outside the blocks of `model`, and those in fp32."""
-    for module in (model, *model.children()):
-        if is_sharded(module):
-            module.unshard()
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -145,10 +137,12 @@ def is_sharded(model: nn.Module) -> TypeGuard[FSDPModule]:
 @contextmanager
 def unsharded(model: GPT) -> Iterator[None]:
     """Gather the weights outside the blocks of `model`; a block gathers its own when called."""
+    groups = filter(is_sharded, (model, *model.children()))  # its own weights, those in fp32
     if is_sharded(model):
         # Else a block that is called first keeps its weights
         model._get_fsdp_state()._lazy_init()
-        gather(model)
+        for module in groups:
+            module.unshard()
     try:
         yield
     finally:
@@ -173,8 +167,8 @@ def trained_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[s
 def state_of_rank(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state_dict of `optimizer` with this rank's rows of each tensor of `saved`."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    state: dict[int, dict[str, Any]] = {}
-    for number, values in saved["state"].items():
-        mine = rows(weights[number])
-        state[number] = {key: x if x.ndim == 0 else x[mine] for key, x in values.items()}
-    return {"state": state, "param_groups": saved["param_groups"]}
+    state = {
+        number: {key: x if x.ndim == 0 else x[rows(weights[number])] for key, x in values.items()}
+        for number, values in saved["state"].items()
+    }
+    return {**saved, "state": state}

@@ -126,7 +126,7 @@ def test_layers_and_options_are_checked(values, message):
         build(GPTConfig, values, "model.").validate()
 
 
-def test_what_a_mixer_lacks_is_refused():
+def test_what_a_mixer_lacks_is_refused(monkeypatch):
     config = TrainConfig(devices=2, model=small("short").config)
     with pytest.raises(ValueError, match=r"mixer=short: context=2 .* divides 1"):
         check_attention(replace(config, context=ContextConfig(2)), config.model, "cpu")
@@ -139,6 +139,9 @@ def test_what_a_mixer_lacks_is_refused():
     ids = packed()[0]
     with pytest.raises(ValueError, match=r"model\.mixer takes"):
         small("short")(ids, mask=Mask.full())
+    monkeypatch.setattr(MIXERS["short"], "exact", ("tap",))
+    with pytest.raises(ValueError, match=r"exact=\['tap'\]: its weights are inputs, taps, out"):
+        small("short")
 
 
 def test_the_lock_has_the_hash_of_a_mixer():

@@ -31,7 +31,7 @@ MEMORIES = (
 
 
 def computed(keys, memory, mesh):
-    """Return logits and gradients, with the weights sharded over `mesh`, and the weights in fp32."""
+    """Return logits, gradients and the names of weights in fp32, of a model sharded over `mesh`."""
     experts = ExpertsConfig(**keys.get("experts", {}))
     config = GPTConfig(**SIZES | keys | {"experts": experts})
     with torch.device("meta"):
@@ -55,9 +55,7 @@ def computed(keys, memory, mesh):
             logits = model(tokens[:, :-1])
     sharding.reshard(model)
     weights = dict(model.named_parameters())
-    assert {name for name, x in weights.items() if x.dtype != torch.float32} == set()
     gradients = {n: sharding.full(x.grad) for n, x in weights.items() if x.grad is not None}
-    assert all(name in weights for name in wide)
     return logits, gradients, wide
 
 

@@ -22,7 +22,8 @@ class Scaled(Mixer):
 
     @classmethod
     def weights(cls, spec):
-        return {"gates": (spec.size, spec.size), "out": (spec.size, spec.size), "scale": (spec.size,)}
+        matrix = (spec.size, spec.size)
+        return {"gates": matrix, "out": matrix, "scale": (spec.size,)}
 
     def start(self, name, weight):
         nn.init.ones_(weight)

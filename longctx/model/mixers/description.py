@@ -167,7 +167,7 @@ class MixerKeys(Group):
                     yield f"model.mixer_options.{name}.{option}={value}: its default is {default}"
         for name, part in layers.items():
             problem = part.computed_by.problem(part)
-            if unknown := {*part.computed_by.exact} - part.shapes.keys():
+            if not problem and (unknown := {*part.computed_by.exact} - part.shapes.keys()):
                 problem = f"exact={sorted(unknown)}: its weights are {', '.join(part.shapes)}"
             if problem or not part.linears:
                 yield f"model.mixer={name}: {problem or 'its weights have no matrix; give it one'}"
