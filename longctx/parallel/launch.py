@@ -161,8 +161,9 @@ def _follow(pids: dict[int, int], shared: Path) -> int:
         code = max(ended, 1)
         has_told = ended > 0 and (rank == 0 or (shared / TOLD).exists())
         if ended <= 128 and not has_told:
-            lost = f"process {rank} (PID {pid}) of {ranks}"
-            line = f"{lost} has ended with {how}, and the run with it"
+            line = (
+                f"process {rank} (PID {pid}) of {ranks} has ended with {how}, and the run with it"
+            )
         # Else ranks save, or rank 0 is about to print why the run fails
         is_over = ended < 0 or (ended < 128 and has_told)
         signal.setitimer(signal.ITIMER_REAL, 1e-3 if is_over else EXIT)
