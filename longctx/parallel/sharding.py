@@ -36,24 +36,19 @@ def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
     blocks compute with `rounded` weights gathered in `dtype`, None: in their own.
     """
     # Sums over many ranks lose bits in bf16; autocast has cast the inputs
-    precision = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
+    precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     names = dict(model.named_parameters(remove_duplicate=False))
     refuse((len(set(map(id, names.values()))) < len(names), SHARES))
     rounded = model.rounded if dtype == torch.bfloat16 else names
-
-    def exact() -> set[nn.Parameter]:
-        return {weight for name, weight in model.named_parameters() if name not in rounded}
-
-    if ours := exact():
+    if exact := {weight for name, weight in names.items() if name not in rounded}:
         # One small group of all layers, gathered until backward ends: recomputed layers read it
         # without a call of its modules
-        owners = (x for x in model.modules() if ours & {*x.parameters(recurse=False)})
-        model.owners, others = nn.Sequential(*owners), {*model.parameters()} - ours
+        owners = (x for x in model.modules() if exact & {*x.parameters(recurse=False)})
+        model.owners, others = nn.Sequential(*owners), {*names.values()} - exact
         fully_shard(model.owners, mesh=mesh, reshard_after_forward=False, ignored_params=others)
         model.register_forward_pre_hook(lambda model, _: model.owners.unshard())
-    shared: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "ignored_params": exact()}
+    exact = {weight for weight in model.parameters() if isinstance(weight, DTensor)}
+    shared: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "ignored_params": exact}
     for block in model.blocks:
         fully_shard(block, **shared)
         # Recomputation calls a block by this method too; a layer of transformers has none
