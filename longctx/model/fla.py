@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -54,28 +55,47 @@ def documents_of(batch: Batch) -> dict[str, Tensor]:
     return {"cu_seqlens": batch.offsets, "cu_seqlens_cpu": batch.offsets_on_host}
 
 
-def short_convolution(x: Tensor, weight: Tensor, batch: Batch, naive: bool = False) -> Tensor:
-    """Return silu(y) of the causal convolutions y of the channels of x (B, T, H, D), each with its
-    row of `weight` (H · D, 1, taps). They stop at documents.
+def short_convolution(
+    x: Tensor, weights: Sequence[Tensor], batch: Batch, naive: bool = False
+) -> Tensor:
+    """Return silu(y) of the causal convolutions y of the channels of x (B, T, H, D). They stop at
+    documents. The weights are taps (H · D, 1, taps), and biases (H · D,) if there are some.
     """
-    channels, taps = x.flatten(2), weight[:, 0].to(x.dtype)
+    channels, (taps, *biases) = x.flatten(2), (weight.to(x.dtype) for weight in weights)
+    taps = taps[:, 0]
     if x.is_cuda and not naive:
         convolution = kernel("modules.causal_conv1d:causal_conv1d")
         tokens = channels.reshape(1, -1, channels.shape[2])
-        convolved, _ = convolution(tokens, taps, activation="silu", **documents_of(batch))
+        convolved, _ = convolution(tokens, taps, *biases, activation="silu", **documents_of(batch))
         return convolved.view(x.shape)
-    total = torch.zeros_like(channels)
+    total = sum(biases, torch.zeros_like(channels))
     for back in range(taps.shape[1]):
         moved = F.pad(channels, (0, 0, back, 0))[:, : channels.shape[1]]
         total = total + taps[:, -1 - back] * moved * (batch.positions >= back)[..., None]
     return F.silu(total).view(x.shape)
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return rms_norm(x) · weight · silu(gate), of x (..., D)."""
-    if x.is_cuda:
+def gated_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    activation: str = "silu",
+    first: bool = False,
+) -> Tensor:
+    """Return rms_norm(x) · weight · activation(gate) of x (..., D), or if the gate is `first`
+    rms_norm(x · silu(gate)) · weight.
+    """
+    gate = gate.view(x.shape).to(x.dtype)
+    if x.is_cuda and first:
+        fused, size = kernel("modules.norm.layernorm_gated:rmsnorm_fn"), x.shape[-1]
+        flat = x.flatten(2), weight.flatten(), None, gate.flatten(2), eps, size, False
+        gated: Tensor = fused(*flat).view(x.shape)
+    elif x.is_cuda:
         fused = kernel("modules.norm.fused_norm_gate:rms_norm_gated")
-        gated: Tensor = fused(x.contiguous(), gate.contiguous(), weight, None, eps=eps)
-        return gated
-    normed = F.rms_norm(widened(x), (x.shape[-1],), weight.to(widened(x).dtype), eps)
-    return (normed * F.silu(widened(gate))).to(x.dtype)
+        gated = fused(x.contiguous(), gate.contiguous(), weight, None, activation, eps=eps)
+    else:
+        wide, factor = widened(x), getattr(F, activation)(widened(gate))
+        normed = F.rms_norm(wide * factor if first else wide, x.shape[-1:], eps=eps) * weight
+        gated = (normed if first else normed * factor).to(x.dtype)
+    return gated

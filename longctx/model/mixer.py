@@ -23,7 +23,7 @@ from longctx.attention import Mask
 from longctx.attention.description import AttentionConfig
 from longctx.attention.exchange import Ranks, all_to_all
 from longctx.model.layers import linears
-from longctx.model.mixers.description import Cost, MixerSpec
+from longctx.model.mixers.description import Cost, MixerSpec, rows_of
 
 ALONE = Ranks()
 
@@ -66,9 +66,12 @@ class Batch:
         numbers = torch.searchsorted(self.offsets, tokens, right=True) - 1
         return numbers.view(self.rows, self.length)
 
-    def own_heads(self, weight: Tensor) -> Tensor:
-        """Return the rows of `weight`, equally many for each head, of this rank's heads."""
-        return weight.chunk(self.ranks.count)[self.ranks.rank]
+    def own_heads(self, weight: Tensor, heads: int | None = None) -> Tensor:
+        """Return the rows of `weight`, equally many for each head, of this rank's heads; if it has
+        fewer `heads` than there are ranks, several ranks have one.
+        """
+        parts = min(self.ranks.count, heads or self.ranks.count)
+        return weight.chunk(parts)[self.ranks.rank * parts // self.ranks.count]
 
 
 class Mixer(nn.Module):
@@ -102,7 +105,9 @@ class Mixer(nn.Module):
         for linear, described in zip(linears(part), part.linears, strict=True):
             self.add_module(described.name, linear)
         for name, _ in part.vectors:
-            self.register_parameter(name, nn.Parameter(torch.zeros(part.shapes[name])))
+            shape = part.shapes[name]
+            zeros = torch.zeros(sum(rows_of(shape)), *shape[1:])
+            self.register_parameter(name, nn.Parameter(zeros))
 
     @classmethod
     def weights(cls, spec: MixerSpec) -> Mapping[str, tuple[Any, ...]]:
@@ -193,6 +198,8 @@ def widened(x: Tensor) -> Tensor:
 
 def to_heads(tensors: list[Tensor], ranks: Ranks) -> list[Tensor]:
     """Turn tensors (B, n, H, ...) of this rank's tokens into (B, N, H/P, ...) of its heads."""
+    # A head of which there are fewer than ranks goes to several
+    tensors = [x.repeat_interleave(max(1, ranks.count // x.shape[2]), 2) for x in tensors]
     # one message: the tensors side by side, in the widest of their dtypes
     slots = [x.unflatten(2, (ranks.count, -1)).flatten(3) for x in tensors]
     sent = torch.cat(slots, dim=3).permute(2, 0, 1, 3).contiguous()

@@ -81,7 +81,7 @@ class MixerSpec(AttentionSpec):
     @cached_property
     def linears(self) -> tuple[LinearSpec, ...]:
         matrices = {name: shape for name, shape in self.shapes.items() if len(shape) == 2}
-        stacked = {x: (r if isinstance(r, tuple) else (r,), c) for x, (r, c) in matrices.items()}
+        stacked = {name: (rows_of(shape), shape[1]) for name, shape in matrices.items()}
         # `pieces` has the names of their tensors
         return tuple(
             LinearSpec(name, ("",) * len(rows), rows, columns, False, name == "out")
@@ -90,13 +90,13 @@ class MixerSpec(AttentionSpec):
 
     @property
     def vectors(self) -> tuple[tuple[str, int], ...]:
-        return tuple((name, prod(x)) for name, x in self.shapes.items() if len(x) != 2)
+        others = {name: shape for name, shape in self.shapes.items() if len(shape) != 2}
+        return tuple((name, sum(rows_of(x)) * prod(x[1:])) for name, x in others.items())
 
     def pieces(self, theirs: str, ours: str) -> Iterator[Piece]:
         for name, shape in self.shapes.items():
             tensors = self.computed_by.names[name]
-            tensors = tensors if isinstance(tensors, tuple) else (tensors,)
-            rows = shape[0] if isinstance(shape[0], tuple) else (shape[0],)
+            tensors, rows = rows_of((tensors,)), rows_of(shape)
             rows = rows if len(rows) == len(tensors) else (sum(rows),)
             weight = f"{ours}.{self.name}.{name}{'.weight' if len(shape) == 2 else ''}"
             for n, tensor in enumerate(tensors):
@@ -129,6 +129,11 @@ class MixerSpec(AttentionSpec):
 
     def flops(self, pairs: float) -> float:
         return self.softmax_calls * super().flops(pairs) + 3 * self.cost(2).flops
+
+
+def rows_of(shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the first item of `shape` as a tuple: the rows of each matrix that a weight stacks."""
+    return shape[0] if isinstance(shape[0], tuple) else shape[:1]
 
 
 @dataclass

@@ -1,0 +1,63 @@
+"""Kimi Delta Attention (arXiv 2510.26692): the gated delta rule, and each channel of a head's keys
+decays by itself.
+
+So g is a vector. Two matrices, with the width of a head between them, make a of the layer's input,
+and two others the output's gate, which is a sigmoid.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from longctx.model.mixers.description import Cost, MixerSpec, register
+from longctx.model.mixers.gdn import GatedDelta
+from longctx.model.recurrent import CHUNK, TAPS
+
+
+class KimiDelta(GatedDelta):
+    """The gated delta rule with a decay of each channel; the options are those of `gdn`."""
+
+    names = {
+        **{"qkv": tuple(f"self_attn.{x}_proj.weight" for x in "qkv")},
+        **{"taps": tuple(f"self_attn.{x}_conv1d.weight" for x in "qkv")},
+        "decay_in": "self_attn.f_a_proj.weight",
+        "decay_out": "self_attn.f_b_proj.weight",
+        "strengths": "self_attn.b_proj.weight",
+        "gate_in": "self_attn.g_a_proj.weight",
+        "gate_out": "self_attn.g_b_proj.weight",
+        "out": "self_attn.o_proj.weight",
+        "norm": "self_attn.o_norm.weight",
+        "A_log": "self_attn.A_log",
+        "dt_bias": "self_attn.dt_bias",
+    }
+    kernel = "ops.kda:chunk_kda"
+    activation = "sigmoid"
+
+    @classmethod
+    def weights(cls, spec: MixerSpec) -> dict[str, tuple[Any, ...]]:
+        (_, heads, keys, values), C, weights = cls.sizes(spec), spec.size, super().weights(spec)
+        del weights["rates"], weights["gate"]
+        decay = {"decay_in": (keys, C), "decay_out": (heads * keys, keys), "strengths": (heads, C)}
+        gate = {"gate_in": (values, C), "gate_out": (heads * values, values)}
+        others = {"taps": (weights["qkv"][0], 1, TAPS), "dt_bias": (heads * keys,)}
+        return weights | decay | gate | others
+
+    @classmethod
+    def cost(cls, spec: MixerSpec, e: int) -> Cost:
+        (_, heads, keys, values), given = cls.sizes(spec), super().cost(spec, e)
+        # a, what is between two matrices, and q kᵀ of chunks
+        saved = given.saved + e * (heads * (keys + CHUNK) + keys + values)
+        return Cost(given.flops, saved, given.backward + (e + 8) * heads * keys)
+
+    def rates_of(self, x: Tensor) -> tuple[Tensor, ...]:
+        keys = self.sizes(self.part).key_size
+        return self.strengths(x), self.decay_out(self.decay_in(x)).unflatten(-1, (-1, keys))
+
+    def gates(self, x: Tensor | None) -> Tensor:
+        gates: Tensor = self.gate_out(self.gate_in(x))
+        return gates
+
+
+register("kda", KimiDelta)

@@ -1,0 +1,93 @@
+"""Mamba-2 (arXiv 2405.21060), as in Granite 4, Nemotron-H and Falcon-H1.
+
+A head has a state S (N, P), and all heads of a group have the same B and C (N):
+
+    S = e^g S + B (Δ x)ᵀ,   y = Cᵀ S + D x,   Δ = softplus(δ + dt),   g = −e^A Δ
+
+This is the formula of recurrent.py without β: q, k and v are C, B and Δ x. The output y silu(z) is
+normed in each group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx.model import fla
+from longctx.model.mixer import Batch
+from longctx.model.mixers.description import Cost, MixerSpec, register
+from longctx.model.recurrent import Recurrent, Sizes, Terms
+
+
+class Mamba2(Recurrent):
+    """A state space with one decay of each head; null: heads for twice the hidden size."""
+
+    options = {"heads": None, "head_size": 64, "state": 128, "groups": 1}
+
+    @classmethod
+    def sizes(cls, spec: MixerSpec) -> Sizes:
+        heads, size, state, groups = spec.options.values()
+        heads = 2 * spec.size // max(size, 1) if heads is None else heads
+        return Sizes(groups, heads, state, size)
+
+    @classmethod
+    def weights(cls, spec: MixerSpec) -> dict[str, tuple[Any, ...]]:
+        (_, heads, *_), widths, C = (sizes := cls.sizes(spec)), sizes.widths, spec.size
+        matrices: dict[str, tuple[Any, ...]] = {"gate": (widths[-1], C), "rates": (heads, C)}
+        others = {"shift": (sum(widths),), "D": (heads,), "norm": (widths[-1],)}
+        return super().weights(spec) | matrices | others
+
+    @classmethod
+    def cost(cls, spec: MixerSpec, e: int) -> Cost:
+        (_, heads, state, size), given = cls.sizes(spec), super().cost(spec, e)
+        # Δ x; in backward B and C of each head, and their gradients
+        saved = given.saved + e * heads * size
+        return Cost(given.flops, saved, given.backward + 4 * e * heads * state)
+
+    @classmethod
+    def heads(cls, spec: MixerSpec) -> int:
+        # Devices may have the same group
+        sizes = cls.sizes(spec)
+        return sizes.value_heads if sizes.key_heads == 1 else sizes.key_heads
+
+    def rates_of(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (self.rates(x),)
+
+    def terms(self, batch: Batch | None, *tensors: Tensor) -> Terms:
+        C, B, x, rates = tensors
+        repeats, (steps, decays) = x.shape[2] // B.shape[2], self.decays(rates, batch)
+        queries, keys = (part.repeat_interleave(repeats, dim=2) for part in (C, B))
+        return queries, keys, (steps[..., None] * x).to(x.dtype), decays, None
+
+    def fused(self, batch: Batch, *tensors: Tensor, **choices: Any) -> tuple[Tensor, Tensor]:
+        *terms, _ = self.terms(batch, *tensors)
+        groups, repeats = tensors[0].shape[2:], tensors[2].shape[2] // tensors[0].shape[2]
+        repeated = {tensor.data_ptr() for tensor in terms[:2] if tensor is not None}
+
+        # B and C are saved once for each group
+        def pack(tensor: Tensor) -> Tensor:
+            return tensor[:, :, ::repeats].clone() if tensor.data_ptr() in repeated else tensor
+
+        def unpack(tensor: Tensor) -> Tensor:
+            return tensor.repeat_interleave(repeats, 2) if tensor.shape[2:] == groups else tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            rule = fla.kernel("ops.simple_gla:chunk_simple_gla")
+            out, states = rule(*terms, scale=1.0, **choices)
+        return out, states
+
+    def finished(self, out: Tensor, values: Tensor, batch: Batch | None) -> Tensor:
+        own = self.D if batch is None else batch.own_heads(self.D)
+        return (out + own[:, None] * values).to(values.dtype)
+
+    def branch(self, out: Tensor, x: Tensor | None) -> Tensor:
+        groups = self.part.options["groups"]
+        own = out.flatten(2).unflatten(2, (groups, -1)), self.gate(x), self.norm.view(groups, -1)
+        gated = fla.gated_norm(*own, self.part.model.norm_eps, first=True)
+        branch: Tensor = self.out(gated.flatten(2))
+        return branch
+
+
+register("mamba2", Mamba2)
