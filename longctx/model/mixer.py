@@ -187,8 +187,8 @@ class Mixer(nn.Module):
         *tensors, batch = arguments
         if batch.ranks.count == 1:
             return super().__call__(*arguments)
-        out = super().__call__(*to_heads(tensors, batch.ranks), batch)
-        return to_tokens(out, batch.ranks)
+        own = (to_heads(tensor, batch.ranks) for tensor in tensors)
+        return to_tokens(super().__call__(*own, batch), batch.ranks)
 
 
 def widened(x: Tensor) -> Tensor:
@@ -196,20 +196,13 @@ def widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def to_heads(tensors: list[Tensor], ranks: Ranks) -> list[Tensor]:
-    """Turn tensors (B, n, H, ...) of this rank's tokens into (B, N, H/P, ...) of its heads."""
-    # A head of which there are fewer than ranks goes to several
-    tensors = [x.repeat_interleave(max(1, ranks.count // x.shape[2]), 2) for x in tensors]
-    # one message: the tensors side by side, in the widest of their dtypes
-    slots = [x.unflatten(2, (ranks.count, -1)).flatten(3) for x in tensors]
-    sent = torch.cat(slots, dim=3).permute(2, 0, 1, 3).contiguous()
-    received = all_to_all(sent, ranks.group).transpose(0, 1).flatten(1, 2)
-    parts = received.split([x.shape[3] for x in slots], dim=2)
-    shapes = [(x.shape[2] // ranks.count, *x.shape[3:]) for x in tensors]
-    return [
-        part.unflatten(2, shape).to(x.dtype)
-        for part, shape, x in zip(parts, shapes, tensors, strict=True)
-    ]
+def to_heads(x: Tensor, ranks: Ranks) -> Tensor:
+    """Turn (B, n, H, ...) of this rank's tokens into (B, N, H/P, ...) of its heads. If there are
+    fewer heads than ranks, several ranks get the same one.
+    """
+    x = x.repeat_interleave(max(1, ranks.count // x.shape[2]), 2)
+    sent = x.unflatten(2, (ranks.count, -1)).movedim(2, 0).contiguous()
+    return all_to_all(sent, ranks.group).transpose(0, 1).flatten(1, 2)
 
 
 def to_tokens(out: Tensor, ranks: Ranks) -> Tensor:

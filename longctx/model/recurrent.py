@@ -12,23 +12,29 @@ In chunks, with G the sum of g in a chunk up to a token, T = (I + tril(β k kᵀ
     N = T (β v) − T (β k e^G) S,   O = (q e^G) S + tril(q kᵀ e^{Gi−Gj}) N,
     S = e^{Gc} S + (k e^{Gc−G})ᵀ N
 
-Without β, N = v.
+Without β, N = v. On a GPU the kernels of fla-core (MIT, fla-org/flash-linear-attention) compute it,
+and nothing falls back to these chunks, which would be a hundred times slower.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor
 
-from longctx.model import fla
 from longctx.model.mixer import Batch, Mixer, widened
 from longctx.model.mixers.description import Cost, MixerSpec
 
+# Before, and with Triton before 3.7.1, gradients are wrong on Hopper (fla #1262 and #640)
+REMEDY = "pip install 'fla-core>=0.6.0' einops"
 TAPS = 4  # tokens of a convolution
 CHUNK = 64
 FINE = 16  # tokens of a chunk if each channel has its own decay
@@ -110,7 +116,7 @@ class Recurrent(Mixer):
 
     @classmethod
     def refusal(cls, device: str) -> str | None:
-        return fla.refusal() if device == "cuda" else None
+        return fla_refusal() if device == "cuda" else None
 
     def start(self, name: str, weight: Tensor) -> None:
         if name == "A_log":
@@ -147,7 +153,7 @@ class Recurrent(Mixer):
         filters = zip(*(weight.split(sizes.widths) for weight in self.filters), strict=True)
         for tensor, weights, (heads, _) in zip(inputs, filters, sizes.shapes, strict=True):
             own = [batch.own_heads(weight, heads) for weight in weights]
-            found.append(fla.short_convolution(tensor, own, batch, naive))
+            found.append(short_convolution(tensor, own, batch, naive))
         return found
 
     def finished(self, out: Tensor, values: Tensor, batch: Batch | None) -> Tensor:
@@ -160,7 +166,7 @@ class Recurrent(Mixer):
         inputs, rates = self.convolved(given[:3], batch, naive=False), given[3:]
         if inputs[0].is_cuda:
             rows = (tensor.reshape(1, -1, *tensor.shape[2:]) for tensor in (*inputs, *rates))
-            choices = {"output_final_state": not torch.is_grad_enabled()} | fla.documents_of(batch)
+            choices = {"output_final_state": not torch.is_grad_enabled()} | documents_of(batch)
             out, states = self.fused(batch, *rows, **choices)
         else:
             out, states = chunked(batch, *self.terms(batch, *inputs, *rates))
@@ -276,3 +282,77 @@ def chunked(batch: Batch, *terms: Tensor | None) -> tuple[Tensor, Tensor | None]
     place = at // size, rows, slice(None), at % size
     added = (keys[place[:2]] * fades[place]).mT @ change[place[:2]]
     return out, reached[place][..., None] * state[place[:2]] + added
+
+
+@functools.cache
+def fla_refusal() -> str | None:
+    """Return why no kernel of fla-core can run, with a remedy, or None."""
+    try:
+        found = version("fla-core")
+    except PackageNotFoundError:
+        return f"on a GPU it takes the kernels of fla-core, which is not installed: {REMEDY}"
+    if Version(found) < Version("0.6"):
+        return f"fla-core {found} has wrong gradients on some GPUs: {REMEDY}"
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    if is_hopper and Version(triton := version("triton")) < Version("3.7.1"):
+        return f"fla-core has wrong gradients with Triton {triton}: pip install 'triton>=3.7.1'"
+    return None
+
+
+def fla_kernel(path: str) -> Any:
+    """Return a function of fla, given as "module:name"; ValueError if it cannot run."""
+    if reason := fla_refusal():
+        raise ValueError(f"a recurrent layer: {reason}")
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(f"fla.{module}"), name)
+
+
+def documents_of(batch: Batch) -> dict[str, Tensor]:
+    """Return the documents of sequences in a row as fla's kernels take them; wait for nothing."""
+    return {"cu_seqlens": batch.offsets, "cu_seqlens_cpu": batch.offsets_on_host}
+
+
+def short_convolution(
+    x: Tensor, weights: Sequence[Tensor], batch: Batch, naive: bool = False
+) -> Tensor:
+    """Return silu(y) of the causal convolutions y of the channels of x (B, T, H, D). They stop at
+    documents. The weights are taps (H · D, 1, taps), and biases (H · D,) if there are some.
+    """
+    channels, (taps, *biases) = x.flatten(2), (weight.to(x.dtype) for weight in weights)
+    taps = taps[:, 0]
+    if x.is_cuda and not naive:
+        convolution = fla_kernel("modules.causal_conv1d:causal_conv1d")
+        tokens = channels.reshape(1, -1, channels.shape[2])
+        convolved, _ = convolution(tokens, taps, *biases, activation="silu", **documents_of(batch))
+        return convolved.view(x.shape)
+    total = sum(biases, torch.zeros_like(channels))
+    for back in range(taps.shape[1]):
+        moved = F.pad(channels, (0, 0, back, 0))[:, : channels.shape[1]]
+        total = total + taps[:, -1 - back] * moved * (batch.positions >= back)[..., None]
+    return F.silu(total).view(x.shape)
+
+
+def gated_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    activation: str = "silu",
+    first: bool = False,
+) -> Tensor:
+    """Return rms_norm(x) · weight · activation(gate) of x (..., D), or if the gate is `first`
+    rms_norm(x · silu(gate)) · weight.
+    """
+    gate = gate.view(x.shape).to(x.dtype)
+    if x.is_cuda and first:
+        fused, size = fla_kernel("modules.norm.layernorm_gated:rmsnorm_fn"), x.shape[-1]
+        flat = x.flatten(2), weight.flatten(), None, gate.flatten(2), eps, size, False
+        gated: Tensor = fused(*flat).view(x.shape)
+    elif x.is_cuda:
+        fused = fla_kernel("modules.norm.fused_norm_gate:rms_norm_gated")
+        gated = fused(x.contiguous(), gate.contiguous(), weight, None, activation, eps=eps)
+    else:
+        wide, factor = widened(x), getattr(F, activation)(widened(gate))
+        normed = F.rms_norm(wide * factor if first else wide, x.shape[-1:], eps=eps) * weight
+        gated = (normed if first else normed * factor).to(x.dtype)
+    return gated

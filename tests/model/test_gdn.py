@@ -8,7 +8,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from longctx.attention import Mask
 from longctx.config.fields import build
-from longctx.model import GPT, fla
+from longctx.model import GPT, recurrent
 from longctx.model.decoder import Decoder
 from longctx.model.mixer import Batch
 from longctx.parallel.devices import mixers
@@ -94,16 +94,16 @@ def test_a_gpu_takes_a_new_fla_alone(monkeypatch):
         ("0.6.0", "3.6.0", "wrong gradients with Triton 3.6.0"),
         (None, "3.7.1", "not installed"),
     ):
-        fla.refusal.cache_clear()
+        recurrent.fla_refusal.cache_clear()
         versions = {"fla-core": found, "triton": triton}
-        monkeypatch.setattr(fla, "version", lambda name, of=versions: of[name] or missing())
+        monkeypatch.setattr(recurrent, "version", lambda name, of=versions: of[name] or missing())
         with pytest.raises(ValueError, match=f"model.mixer=gdn: .*{message}.*pip install"):
             mixers.check(config, "cuda", 1, "auto")
-    fla.refusal.cache_clear()
+    recurrent.fla_refusal.cache_clear()
 
 
 def missing() -> str:
-    raise fla.PackageNotFoundError
+    raise recurrent.PackageNotFoundError
 
 
 @pytest.mark.parametrize("options", [{"value_heads": 5}, {"key_size": 0}, {"key_size": 512}])

@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from longctx.model import fla
 from longctx.model.mixer import Batch, widened
 from longctx.model.mixers.description import Cost, MixerSpec, register
-from longctx.model.recurrent import CHUNK, Recurrent, Sizes, Terms
+from longctx.model.recurrent import CHUNK, Recurrent, Sizes, Terms, fla_kernel, gated_norm
 
 EPS = 1e-6  # of the squared lengths of queries and keys
 
@@ -77,7 +76,7 @@ class GatedDelta(Recurrent):
         choices |= {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True}
         log, bias = map(batch.own_heads, (self.A_log, self.dt_bias))
         given = *inputs, rates, self.strength(strengths).to(rates.dtype)
-        out, states = fla.kernel(self.kernel)(*given, A_log=log, dt_bias=bias, **choices)
+        out, states = fla_kernel(self.kernel)(*given, A_log=log, dt_bias=bias, **choices)
         return out, states
 
     def gates(self, x: Tensor | None) -> Tensor:
@@ -87,7 +86,7 @@ class GatedDelta(Recurrent):
 
     def branch(self, out: Tensor, x: Tensor | None) -> Tensor:
         eps = self.part.options["norm_eps"] or self.part.model.norm_eps
-        gated = fla.gated_norm(out, self.gates(x), self.norm, eps, self.activation)
+        gated = gated_norm(out, self.gates(x), self.norm, eps, self.activation)
         branch: Tensor = self.out(gated.flatten(2))
         return branch
 

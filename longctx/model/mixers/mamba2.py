@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.model import fla
 from longctx.model.mixer import Batch
 from longctx.model.mixers.description import Cost, MixerSpec, register
-from longctx.model.recurrent import Recurrent, Sizes, Terms
+from longctx.model.recurrent import Recurrent, Sizes, Terms, fla_kernel, gated_norm
 
 
 class Mamba2(Recurrent):
@@ -74,7 +73,7 @@ class Mamba2(Recurrent):
             return tensor.repeat_interleave(repeats, 2) if tensor.shape[2:] == groups else tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            rule = fla.kernel("ops.simple_gla:chunk_simple_gla")
+            rule = fla_kernel("ops.simple_gla:chunk_simple_gla")
             out, states = rule(*terms, scale=1.0, **choices)
         return out, states
 
@@ -85,7 +84,7 @@ class Mamba2(Recurrent):
     def branch(self, out: Tensor, x: Tensor | None) -> Tensor:
         groups = self.part.options["groups"]
         own = out.flatten(2).unflatten(2, (groups, -1)), self.gate(x), self.norm.view(groups, -1)
-        gated = fla.gated_norm(*own, self.part.model.norm_eps, first=True)
+        gated = gated_norm(*own, self.part.model.norm_eps, first=True)
         branch: Tensor = self.out(gated.flatten(2))
         return branch
 
