@@ -37,7 +37,8 @@ SETTINGS = {
     "nope": "model.nope_layers={all}",
     "gdn-softmax": "model.mixer=[gdn,gdn,gdn,softmax]",
 }
-ALL = ("softmax", *SETTINGS, "fox", "xsa", "differential", "gdn")
+SETTINGS |= {x: f"plugins=[examples/{x}.py] model.mixer=[{x}]" for x in ("xsa", "differential")}
+ALL = ("softmax", *SETTINGS, "fox", "gdn", "kda", "mamba2")
 # What a machine trains in about ten minutes, and the tokens of each run
 USUAL = {
     "cuda": "model.layers=8 model.channels=512 model.heads=8 model.kv_heads=8 model.ffn=1408 "
@@ -114,8 +115,7 @@ def trained(words: list[str], folder: Path, end: float) -> Row:
     own = [f"name={folder.name}", f"runs={folder.parent.absolute()}", "tracker=none"]
     command, left = [sys.executable, str(ROOT / "train.py"), *words, *own], end - time.monotonic()
     failed = finished(command, left, Path.cwd()) if left > 0 else "no minutes left"
-    records = [] if failed else metrics_file.read(folder)
-    found = metrics.figures(records)
+    found = metrics.figures(records := [] if failed else metrics_file.read(folder))
     losses = dict(zip(*(positions(records).values() or ((), ())), strict=True))
     return {name: found.get(name) for name in FIGURES} | {"failed": failed, "losses": losses}
 

@@ -100,16 +100,16 @@ class Ulysses(Exchange):
         slots = [x.unflatten(2, (P, -1)) for x in (q, k, v, *like_q)]
         count = 1 if copies > 1 else ulysses_parts(k.shape[2] // P, q.shape[0] * q.shape[1])
         if count == 1:
-            return [self._to_heads(*slots)]
+            return [self.to_heads(*slots)]
         parts = zip(*(x.chunk(count, dim=3) for x in slots), strict=True)
         # lazily: a part is exchanged when attention has finished the one before
-        return (self._to_heads(*part) for part in parts)
+        return (self.to_heads(*part) for part in parts)
 
     def own_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(0, (self.ranks.count, -1))[self.ranks.rank]
 
     def output(self, out: Tensor) -> Tensor:
-        return self._to_tokens(out)[0]
+        return self.to_tokens(out)[0]
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         if len(parts) == 1:
@@ -119,27 +119,27 @@ class Ulysses(Exchange):
         return torch.cat(slots, dim=3).flatten(2, 3)
 
     def gradients(self, dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int) -> Triple:
-        dq, dk, dv = self._to_tokens(dq, dk, dv)
+        dq, dk, dv = self.to_tokens(dq, dk, dv)
         # copied heads are all in one part
         copies = max(1, dk.shape[2] // kv_heads)
         if copies > 1:
             dk, dv = (x.unflatten(2, (kv_heads, copies)).float().sum(3) for x in (dk, dv))
         return dq, dk, dv
 
-    def _to_heads(self, *slots: Tensor) -> tuple[Tensor, ...]:
-        """Turn (B, n, P, heads, D) of this rank's tokens into (B, N, heads, D) of its heads."""
+    def to_heads(self, *slots: Tensor) -> tuple[Tensor, ...]:
+        """Turn (B, n, P, heads, ...) of this rank's tokens into (B, N, heads, ...) of its heads."""
         # one message for all tensors: NCCL's latency counts once
-        sent = torch.cat(slots, dim=3).permute(2, 0, 1, 3, 4).contiguous()
+        sent = torch.cat(slots, dim=3).movedim(2, 0).contiguous()
         received = all_to_all(sent, self.ranks.group)
         heads = [x.shape[3] for x in slots]
         return received.transpose(0, 1).flatten(1, 2).split(heads, dim=2)
 
-    def _to_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Turn (B, N, heads, D) of this rank's heads into (B, n, P · heads, D) of its tokens."""
+    def to_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Turn (B, N, heads, ...) of own heads into (B, n, P · heads, ...) of own tokens."""
         heads = [x.shape[2] for x in tensors]
         sent = torch.cat(tensors, dim=2).unflatten(1, (self.ranks.count, -1)).transpose(0, 1)
         received = all_to_all(sent.contiguous(), self.ranks.group)
-        slots = received.permute(1, 2, 0, 3, 4).split(heads, dim=3)
+        slots = received.movedim(0, 2).split(heads, dim=3)
         return tuple(x.flatten(2, 3) for x in slots)
 
 

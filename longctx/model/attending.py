@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from longctx.attention.description import AttentionConfig
-from longctx.model.layers import Linear, SelfAttention
+from longctx.model.layers import SelfAttention
 from longctx.model.mixer import Batch, Mixer
 from longctx.model.mixers.description import MixerSpec
 
@@ -25,15 +24,6 @@ class Attending(Mixer, SelfAttention):
 
     share: ClassVar[str | None] = "heads"
     softmax_calls: ClassVar[int] = 1
-
-    def __init__(self, part: MixerSpec, backend: AttentionConfig) -> None:
-        plain = part.softmax
-        SelfAttention.__init__(self, plain, backend)
-        self.part, self.backend = part, backend
-        for linear in part.linears[len(plain.linears) :]:
-            self.add_module(linear.name, Linear(linear.columns, linear.outputs, bias=False))
-        for name, size in part.vectors[len(plain.vectors) :]:
-            self.register_parameter(name, nn.Parameter(torch.zeros(size)))
 
     @classmethod
     def weights(cls, spec: MixerSpec) -> Mapping[str, tuple[Any, ...]]:

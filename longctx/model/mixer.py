@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from longctx.attention import Mask
 from longctx.attention.description import AttentionConfig
-from longctx.attention.exchange import Ranks, all_to_all
-from longctx.model.layers import linears
+from longctx.attention.exchange import Ranks, Ulysses
+from longctx.model.layers import Linear, SelfAttention
 from longctx.model.mixers.description import Cost, MixerSpec, rows_of
 
 ALONE = Ranks()
@@ -66,11 +66,11 @@ class Batch:
         numbers = torch.searchsorted(self.offsets, tokens, right=True) - 1
         return numbers.view(self.rows, self.length)
 
-    def own_heads(self, weight: Tensor, heads: int | None = None) -> Tensor:
-        """Return the rows of `weight`, equally many for each head, of this rank's heads; if it has
-        fewer `heads` than there are ranks, several ranks have one.
+    def own_heads(self, weight: Tensor, rows: int = 0) -> Tensor:
+        """Return the rows of `weight`, equally many for each head, of this rank's heads. These are
+        `rows`, or with 0 those of a weight whose heads no other rank has.
         """
-        parts = min(self.ranks.count, heads or self.ranks.count)
+        parts = len(weight) // rows if rows else self.ranks.count
         return weight.chunk(parts)[self.ranks.rank * parts // self.ranks.count]
 
 
@@ -100,11 +100,13 @@ class Mixer(nn.Module):
     exact: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, part: MixerSpec, backend: AttentionConfig) -> None:
-        super().__init__()
+        # Softmax attention makes its own weights
+        own = part.softmax if isinstance(self, SelfAttention) else None
+        super().__init__(*(() if own is None else (own, backend)))
         self.part, self.backend = part, backend
-        for linear, described in zip(linears(part), part.linears, strict=True):
-            self.add_module(described.name, linear)
-        for name, _ in part.vectors:
+        for linear in part.linears[len(own.linears) if own else 0 :]:
+            self.add_module(linear.name, Linear(linear.columns, linear.outputs, bias=False))
+        for name, _ in part.vectors[len(own.vectors) if own else 0 :]:
             shape = part.shapes[name]
             zeros = torch.zeros(sum(rows_of(shape)), *shape[1:])
             self.register_parameter(name, nn.Parameter(zeros))
@@ -155,7 +157,7 @@ class Mixer(nn.Module):
 
     def naive(self, *tensors: Any) -> Tensor:
         """Return the result of `forward`, by the formula."""
-        raise NotImplementedError(f"{type(self).__name__} has no naive")
+        raise NotImplementedError
 
     def branch(self, out: Tensor, x: Tensor | None) -> Tensor:
         """Return the branch (B, T, C) of the output of `forward`, and of the normed input x."""
@@ -163,15 +165,13 @@ class Mixer(nn.Module):
 
     # Decoding: without `step` each new token computes its whole text again
 
-    def prefill(self, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def prefill(self, *tensors: Any) -> Any:
         """Return the result of `forward`, and the state after each document, (documents, ...)."""
-        raise NotImplementedError(f"{type(self).__name__} has no decoding of its own")
 
-    def step(self, *tensors: Any) -> Tensor:
+    def step(self, *tensors: Any) -> Any:
         """Return out (B, 1, ...) for the next token of each text, given the tensors of `project`
         and the state. The state is updated in place.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no decoding of its own")
 
     @property
     def decodes(self) -> bool:
@@ -187,25 +187,14 @@ class Mixer(nn.Module):
         *tensors, batch = arguments
         if batch.ranks.count == 1:
             return super().__call__(*arguments)
-        own = (to_heads(tensor, batch.ranks) for tensor in tensors)
-        return to_tokens(super().__call__(*own, batch), batch.ranks)
+        # If there are fewer heads than ranks, several ranks get the same one
+        exchange, own = Ulysses(batch.ranks), list[Tensor]()
+        for x in tensors:
+            wide = x.repeat_interleave(max(1, batch.ranks.count // x.shape[2]), 2)
+            own += exchange.to_heads(wide.unflatten(2, (batch.ranks.count, -1)))
+        return exchange.to_tokens(super().__call__(*own, batch))[0]
 
 
 def widened(x: Tensor) -> Tensor:
     """Return x in fp32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def to_heads(x: Tensor, ranks: Ranks) -> Tensor:
-    """Turn (B, n, H, ...) of this rank's tokens into (B, N, H/P, ...) of its heads. If there are
-    fewer heads than ranks, several ranks get the same one.
-    """
-    x = x.repeat_interleave(max(1, ranks.count // x.shape[2]), 2)
-    sent = x.unflatten(2, (ranks.count, -1)).movedim(2, 0).contiguous()
-    return all_to_all(sent, ranks.group).transpose(0, 1).flatten(1, 2)
-
-
-def to_tokens(out: Tensor, ranks: Ranks) -> Tensor:
-    """Turn (B, N, H/P, D) of this rank's heads into (B, n, H, D) of its tokens."""
-    sent = out.unflatten(1, (ranks.count, -1)).transpose(0, 1).contiguous()
-    return all_to_all(sent, ranks.group).permute(1, 2, 0, 3, 4).flatten(2, 3)

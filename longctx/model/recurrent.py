@@ -19,10 +19,11 @@ and nothing falls back to these chunks, which would be a hundred times slower.
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pkgutil import resolve_name
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -38,11 +39,10 @@ REMEDY = "pip install 'fla-core>=0.6.0' einops"
 TAPS = 4  # tokens of a convolution
 CHUNK = 64
 FINE = 16  # tokens of a chunk if each channel has its own decay
-Terms = tuple[Tensor | None, ...]  # q, k, v, g and β
 
 
 class Sizes(NamedTuple):
-    """Numbers of heads and their channels; queries are as keys, and the state as values."""
+    """Numbers of heads and their channels; queries are as keys."""
 
     key_heads: int
     value_heads: int
@@ -50,15 +50,10 @@ class Sizes(NamedTuple):
     value_size: int
 
     @property
-    def shapes(self) -> tuple[tuple[int, int], ...]:
-        """Return heads and channels of queries, keys and values."""
-        keys = self.key_heads, self.key_size
-        return keys, keys, (self.value_heads, self.value_size)
-
-    @property
     def widths(self) -> tuple[int, ...]:
         """Return the channels of all queries, keys and values."""
-        return tuple(heads * channels for heads, channels in self.shapes)
+        keys = self.key_heads * self.key_size
+        return keys, keys, self.value_heads * self.value_size
 
 
 class Recurrent(Mixer):
@@ -72,23 +67,17 @@ class Recurrent(Mixer):
     reads_input = True
     exact = ("A_log", "dt_bias")
     sizes: Any
-    rates_of: Any
-    terms: Any
-    fused: Any
 
     @classmethod
     def width(cls, spec: MixerSpec) -> int:
         return int(cls.sizes(spec).widths[-1])
 
     @classmethod
-    def weights(cls, spec: MixerSpec) -> dict[str, tuple[Any, ...]]:
+    def weights(cls, spec: MixerSpec) -> Any:
         sizes, C = cls.sizes(spec), spec.size
-        weights: dict[str, tuple[Any, ...]] = {
-            "qkv": (sizes.widths, C),
-            "out": (C, sizes.widths[-1]),
-        }
+        matrices = {"qkv": (sizes.widths, C), "out": (C, sizes.widths[-1])}
         per_head = dict.fromkeys(("A_log", "dt_bias"), (sizes.value_heads,))
-        return weights | {"taps": (sum(sizes.widths), 1, TAPS)} | per_head
+        return {**matrices, "taps": (sum(sizes.widths), 1, TAPS), **per_head}
 
     @classmethod
     def cost(cls, spec: MixerSpec, e: int) -> Cost:
@@ -104,7 +93,9 @@ class Recurrent(Mixer):
 
     @classmethod
     def heads(cls, spec: MixerSpec) -> int:
-        return int(cls.sizes(spec).key_heads)
+        # Several devices may have the same key head
+        sizes = cls.sizes(spec)
+        return int(sizes.value_heads if sizes.key_heads == 1 else sizes.key_heads)
 
     @classmethod
     def problem(cls, spec: MixerSpec) -> str | None:
@@ -132,8 +123,9 @@ class Recurrent(Mixer):
     def project(self, x: Tensor, *angles: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys, values (B, T, heads, channels), and rates (B, T, heads, ...)."""
         sizes = self.sizes(self.part)
-        parts = zip(self.qkv(x).split(sizes.widths, dim=-1), sizes.shapes, strict=True)
-        return *(tensor.unflatten(-1, shape) for tensor, shape in parts), *self.rates_of(x)
+        queries, keys, values = self.qkv(x).split(sizes.widths, dim=-1)
+        queries, keys = (part.unflatten(-1, (-1, sizes.key_size)) for part in (queries, keys))
+        return queries, keys, values.unflatten(-1, (-1, sizes.value_size)), *self.rates_of(x)
 
     def decays(self, rates: Tensor, batch: Batch | None) -> tuple[Tensor, Tensor]:
         """Return softplus(a + dt) and g, (B, T, heads, ...) like the `rates` a."""
@@ -148,40 +140,54 @@ class Recurrent(Mixer):
         return [getattr(self, name) for name in ("taps", "shift") if name in self.part.shapes]
 
     def convolved(self, inputs: Sequence[Tensor], batch: Batch, naive: bool) -> list[Tensor]:
-        """Return queries, keys and values after their convolutions."""
-        sizes, found = self.sizes(self.part), []
-        filters = zip(*(weight.split(sizes.widths) for weight in self.filters), strict=True)
-        for tensor, weights, (heads, _) in zip(inputs, filters, sizes.shapes, strict=True):
-            own = [batch.own_heads(weight, heads) for weight in weights]
-            found.append(short_convolution(tensor, own, batch, naive))
+        """Return silu of the causal convolutions of queries, keys and values, each channel with its
+        taps. They stop at documents.
+        """
+        widths, found = self.sizes(self.part).widths, []
+        filters = zip(*(weight.split(widths) for weight in self.filters), strict=True)
+        for x, weights in zip(inputs, filters, strict=True):
+            own = (batch.own_heads(weight, x[0, 0].numel()) for weight in weights)
+            taps, *biases = (weight.to(x.dtype) for weight in own)
+            channels, taps = x.flatten(2), taps[:, 0]
+            if x.is_cuda and not naive:
+                kernel = fla_kernel("modules.causal_conv1d:causal_conv1d", batch)
+                tokens = channels.reshape(1, -1, channels.shape[2])
+                total = kernel(tokens, taps, *biases, activation="silu")[0]
+            else:
+                total = sum(biases, torch.zeros_like(channels))
+                for back in range(TAPS):
+                    moved = F.pad(channels, (0, 0, back, 0))[:, : channels.shape[1]]
+                    seen = (batch.positions >= back)[..., None]
+                    total = total + taps[:, -1 - back] * moved * seen
+                total = F.silu(total)
+            found.append(total.view(x.shape))
         return found
 
     def finished(self, out: Tensor, values: Tensor, batch: Batch | None) -> Tensor:
         """Return the output of `forward`, from that of the formula and from convolved values."""
         return out.to(values.dtype)
 
-    def with_states(self, *tensors: Any) -> tuple[Tensor, Tensor | None]:
+    def with_states(self, *tensors: Any) -> Any:
         """Return the output, and without gradients the state after each document."""
         *given, batch = tensors
         inputs, rates = self.convolved(given[:3], batch, naive=False), given[3:]
         if inputs[0].is_cuda:
             rows = (tensor.reshape(1, -1, *tensor.shape[2:]) for tensor in (*inputs, *rates))
-            choices = {"output_final_state": not torch.is_grad_enabled()} | documents_of(batch)
-            out, states = self.fused(batch, *rows, **choices)
+            out, states = self.fused(batch, *rows, output_final_state=not torch.is_grad_enabled())
         else:
             out, states = chunked(batch, *self.terms(batch, *inputs, *rates))
         return self.finished(out.view(inputs[2].shape), inputs[2], batch), states
 
-    def forward(self, *tensors: Any) -> Tensor:
+    def forward(self, *tensors: Any) -> Any:
         return self.with_states(*tensors)[0]
 
     def naive(self, *tensors: Any) -> Tensor:
         *given, batch = tensors
         inputs = self.convolved(given[:3], batch, naive=True)
-        terms, state, outs = self.terms(batch, *inputs, *given[3:]), None, []
+        terms, outs = self.terms(batch, *inputs, *given[3:]), []
+        state = terms[1].new_zeros(len(terms[1]), *terms[1].shape[2:], terms[2].shape[3])
         for token, begins in enumerate((batch.positions == 0).unbind(1)):
-            if state is not None:
-                state = state.masked_fill(begins[:, None, None, None], 0)
+            state = state.masked_fill(begins[:, None, None, None], 0)
             out, state = one_token(state, *(x if x is None else x[:, token] for x in terms))
             outs.append(out)
         return self.finished(torch.stack(outs, dim=1), inputs[2], batch)
@@ -192,7 +198,6 @@ class Recurrent(Mixer):
         # The convolutions read a document's last inputs next, and zeros before its first
         last = offsets[1:, None] + torch.arange(1 - TAPS, 0, device=inputs.device)
         past = inputs[last.clamp(min=0)] * (last >= offsets[:-1, None])[..., None]
-        assert states is not None
         return out, (past, states)
 
     def step(self, *tensors: Any) -> Tensor:
@@ -214,12 +219,11 @@ def joined(inputs: Sequence[Any]) -> Tensor:
     return torch.cat([tensor.flatten(2) for tensor in inputs[:3]], dim=-1)
 
 
-def one_token(state: Tensor | None, *token: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return o (B, H, V) and the next state of `state` (B, H, K, V), if any, for q, k, v, g and β
-    of a token; g is (B, H) or (B, H, K), β (B, H) or None.
+def one_token(state: Tensor, *token: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return o (B, H, V) and the next state of `state` (B, H, K, V), for q, k, v, g and β of a
+    token; g is (B, H) or (B, H, K), β (B, H) or None.
     """
     query, key, value, decay = (widened(tensor) for tensor in token[:4] if tensor is not None)
-    state = key.new_zeros(*key.shape, value.shape[-1]) if state is None else state
     state = state * decay.exp().reshape(*decay.shape[:2], -1, 1)
     if token[4] is not None:
         value = token[4][..., None] * (value - torch.einsum("bhkv,bhk->bhv", state, key))
@@ -241,15 +245,13 @@ def chunked(batch: Batch, *terms: Tensor | None) -> tuple[Tensor, Tensor | None]
     given = [widened(tensor) for tensor in terms if tensor is not None]
     given = [tensor if tensor.ndim == 4 else tensor[..., None] for tensor in given]
     tokens, size = batch.length, CHUNK if given[3].shape[3] == 1 else FINE
-    # Padding has β, k and g of 0, and so leaves the state of the last document
-    more = -tokens % size
-    last = batch.documents[:, -1:].expand(-1, more)
+    more = -tokens % size  # padding, a document of its own
     # (B, T, H, D) → (chunks, B, H, size, D)
     padded = (F.pad(tensor, (0, 0, 0, 0, 0, more)) for tensor in given)
     chunks = (tensor.unflatten(1, (-1, size)).permute(1, 0, 3, 2, 4) for tensor in padded)
     queries, keys, values, decays, *strengths = chunks
-    numbers = torch.cat([batch.documents, last], dim=1).unflatten(1, (-1, size)).transpose(0, 1)
-    numbers = numbers[:, :, None]
+    numbers = F.pad(batch.documents, (0, more), value=-1).unflatten(1, (-1, size))
+    numbers = numbers.transpose(0, 1)[:, :, None]
     same = (numbers[..., :, None] == numbers[..., None, :]).tril()[..., None]
     # carried: tokens of the previous chunk's last document
     before = F.pad(numbers[:-1, ..., -1:], (0, 0, 0, 0, 0, 0, 1, 0), value=-1)
@@ -299,60 +301,14 @@ def fla_refusal() -> str | None:
     return None
 
 
-def fla_kernel(path: str) -> Any:
-    """Return a function of fla, given as "module:name"; ValueError if it cannot run."""
+def fla_kernel(path: str, batch: Batch | None = None) -> Any:
+    """Return a function of fla, given as "module:name", of the documents of `batch`, which are in a
+    row; ValueError if it cannot run.
+    """
     if reason := fla_refusal():
         raise ValueError(f"a recurrent layer: {reason}")
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(f"fla.{module}"), name)
-
-
-def documents_of(batch: Batch) -> dict[str, Tensor]:
-    """Return the documents of sequences in a row as fla's kernels take them; wait for nothing."""
-    return {"cu_seqlens": batch.offsets, "cu_seqlens_cpu": batch.offsets_on_host}
-
-
-def short_convolution(
-    x: Tensor, weights: Sequence[Tensor], batch: Batch, naive: bool = False
-) -> Tensor:
-    """Return silu(y) of the causal convolutions y of the channels of x (B, T, H, D). They stop at
-    documents. The weights are taps (H · D, 1, taps), and biases (H · D,) if there are some.
-    """
-    channels, (taps, *biases) = x.flatten(2), (weight.to(x.dtype) for weight in weights)
-    taps = taps[:, 0]
-    if x.is_cuda and not naive:
-        convolution = fla_kernel("modules.causal_conv1d:causal_conv1d")
-        tokens = channels.reshape(1, -1, channels.shape[2])
-        convolved, _ = convolution(tokens, taps, *biases, activation="silu", **documents_of(batch))
-        return convolved.view(x.shape)
-    total = sum(biases, torch.zeros_like(channels))
-    for back in range(taps.shape[1]):
-        moved = F.pad(channels, (0, 0, back, 0))[:, : channels.shape[1]]
-        total = total + taps[:, -1 - back] * moved * (batch.positions >= back)[..., None]
-    return F.silu(total).view(x.shape)
-
-
-def gated_norm(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    eps: float,
-    activation: str = "silu",
-    first: bool = False,
-) -> Tensor:
-    """Return rms_norm(x) · weight · activation(gate) of x (..., D), or if the gate is `first`
-    rms_norm(x · silu(gate)) · weight.
-    """
-    gate = gate.view(x.shape).to(x.dtype)
-    if x.is_cuda and first:
-        fused, size = fla_kernel("modules.norm.layernorm_gated:rmsnorm_fn"), x.shape[-1]
-        flat = x.flatten(2), weight.flatten(), None, gate.flatten(2), eps, size, False
-        gated: Tensor = fused(*flat).view(x.shape)
-    elif x.is_cuda:
-        fused = fla_kernel("modules.norm.fused_norm_gate:rms_norm_gated")
-        gated = fused(x.contiguous(), gate.contiguous(), weight, None, activation, eps=eps)
-    else:
-        wide, factor = widened(x), getattr(F, activation)(widened(gate))
-        normed = F.rms_norm(wide * factor if first else wide, x.shape[-1:], eps=eps) * weight
-        gated = (normed if first else normed * factor).to(x.dtype)
-    return gated
+    kernel = resolve_name(f"fla.{path}")
+    if batch is None:
+        return kernel
+    # With a copy on the host nothing waits for the device
+    return partial(kernel, cu_seqlens=batch.offsets, cu_seqlens_cpu=batch.offsets_on_host)

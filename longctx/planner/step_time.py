@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from longctx.config.layout_config import kv_copies
-from longctx.model.mixers.description import MixerSpec, softmax_calls
+from longctx.model.mixers.description import MixerSpec
 from longctx.planner.peak_memory import (
     KEPT,
     OPTIMIZER,
@@ -186,8 +186,8 @@ def attention_of_layers(workload: Workload, window: int | None, chip: Chip) -> f
     runs_again = pairs_of_row(workload, again) / max(1, pairs)
     runs_again += layer.recompute == "block" and not description.has_backward
     if description.score_bytes is not None:
-        heads = model.heads * sum(softmax_calls(model.blocks[n].attention) for n in layers)
-        scores = rows * length**2 * heads / workload.context
+        calls = (getattr(model.blocks[n].attention, "softmax_calls", 1) for n in layers)
+        scores = rows * length**2 * model.heads * sum(calls) / workload.context
         forward, backward = description.score_bytes
         is_fused = layer.is_compiled and layer.recompute == "none"
         moved = scores * (forward * (1 + runs_again) + backward) * (1.0 if is_fused else EAGER)
@@ -217,8 +217,8 @@ def pairs_of_row(workload: Workload, layers: Iterable[int] | None = None) -> int
     """Count the visible pairs of a sequence of one document, summed over `layers`, or all."""
     model, length, pairs = workload.model, workload.seq_len, 0
     windows: Counter[int | None] = Counter()
-    for layer in range(model.layers) if layers is None else layers:
-        windows[model.window_of(layer)] += softmax_calls(model.blocks[layer].attention)
+    for n in range(model.layers) if layers is None else layers:
+        windows[model.window_of(n)] += getattr(model.blocks[n].attention, "softmax_calls", 1)
     for window, count in windows.items():
         # The first `reach` queries see 1, 2, ... keys, all others `reach`
         reach = min(length, window or length)

@@ -2,6 +2,8 @@
 are alone, ranks and recomputation change nothing.
 """
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -10,11 +12,18 @@ from longctx.config.layout_config import MemoryConfig
 from longctx.model import GPT
 from longctx.model.decoder import Decoder
 from longctx.model.mixer import Batch
-from longctx.model.mixers.description import MIXERS
 from longctx.spec.model_config import GPTConfig
-from tests.model.test_mixers import LENGTHS, SIZES, packed, small, step
+from tests.model.test_mixers import LENGTHS, SIZES, loaded, packed, small, step
+from tests.processes import ROOT
 
 NAMES = ("fox", "xsa", "differential")
+
+
+@pytest.fixture(autouse=True)
+def examples() -> Iterator[None]:
+    """Register the mixers of examples/."""
+    with loaded(ROOT / "examples/xsa.py"), loaded(ROOT / "examples/differential.py"):
+        yield
 
 
 def gradients(model: GPT) -> list[torch.Tensor]:
@@ -104,6 +113,7 @@ def test_settings_that_they_lack_are_refused():
         small("xsa", sinks=True)
     with pytest.raises(ValueError, match="kv_heads=1: pairs"):
         small("differential", kv_heads=1)
+    with pytest.raises(ValueError, match=r"start=1\.0: give a number from 0 up, below 1"):
+        small("differential", mixer_options={"differential": {"start": 1.0}})
     with pytest.raises(ValueError, match="fox attention=sdpa: it has no key bias; use attention=f"):
         GPT(GPTConfig(mixer=["fox"], **SIZES), "sdpa")
-    assert set(NAMES) < set(MIXERS)

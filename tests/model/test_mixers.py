@@ -2,7 +2,9 @@
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,15 +34,24 @@ SIZES = {"channels": 48, "heads": 6, "kv_heads": 2, "ffn": 80, "vocab_size": 71,
 LENGTHS = (1, 2, 17, 5, 12)  # of documents
 
 
+@contextmanager
+def loaded(file: Path) -> Iterator[None]:
+    """Register the mixers of a file; forget them afterwards."""
+    before = MIXERS.copy()
+    plugins.load([str(file)])
+    yield
+    for name in MIXERS.keys() - before.keys():
+        del MIXERS[name]
+    for name in [name for name in sys.modules if name.startswith(f"{file.stem}_")]:
+        del sys.modules[name]
+
+
 @pytest.fixture(autouse=True)
 def short(tmp_path) -> Iterator[None]:
-    """Register the mixer of the docs; forget it after the test."""
+    """Register the mixer of the docs."""
     (tmp_path / "my_mixer.py").write_text(SHORT)
-    plugins.load([str(tmp_path / "my_mixer.py")])
-    yield
-    del MIXERS["short"]
-    for name in [name for name in sys.modules if name.startswith("my_mixer")]:
-        del sys.modules[name]
+    with loaded(tmp_path / "my_mixer.py"):
+        yield
 
 
 def small(*mixer: str, memory: MemoryConfig | str = "fast", **changes: object) -> GPT:
@@ -118,7 +129,7 @@ def test_a_mixer_without_a_step_is_decoded_by_its_forward(capsys):
         ({"mixer": ["gdn"], "mixer_options": {"gdn": {"negative": "no"}}}, "its default is False"),
         ({"mixer": ["gdn"], "mixer_options": {"gdn": {"norm_eps": "x"}}}, "its default is 0.0"),
         ({"mixer": ["gdn"], "mixer_options": {"gdn": {"key_heads": "4"}}}, "model.mixer=gdn"),
-        ({"mixer": ["differential"], "mixer_options": {"differential": {"start": 1}}}, "below 1"),
+        ({"mixer": ["mamba2"], "mixer_options": {"mamba2": {"head_size": 0}}}, "sizes 256 at most"),
     ],
 )
 def test_layers_and_options_are_checked(values, message):

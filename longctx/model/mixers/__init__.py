@@ -1,5 +1,6 @@
 """Layers that mix tokens in another way than attention, one file each."""
 
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from longctx.model.mixers.description import Cost as Cost
@@ -14,6 +15,4 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in ("Batch", "Mixer"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from longctx.model import mixer
-
-    return getattr(mixer, name)
+    return resolve_name(f"longctx.model.mixer:{name}")

@@ -188,11 +188,6 @@ def of_model(model: Any) -> list[MixerSpec]:
     return [x.attention for x, _ in model.kinds if isinstance(x.attention, MixerSpec)]
 
 
-def softmax_calls(part: AttentionSpec) -> int:
-    """Count the layer's calls of softmax attention."""
-    return part.softmax_calls if isinstance(part, MixerSpec) else 1
-
-
 def plugins_of(model: Any) -> list[Path]:
     """Return the files outside this package that compute layers of `model`."""
     modules = {sys.modules[part.computed_by.__module__] for part in of_model(model)}

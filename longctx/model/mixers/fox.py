@@ -18,7 +18,6 @@ from torch.nn.functional import logsigmoid
 from longctx.attention import Attention
 from longctx.attention.description import AttentionConfig
 from longctx.model.attending import Attending
-from longctx.model.layers import Linear
 from longctx.model.mixer import Batch
 from longctx.model.mixers.description import Cost, MixerSpec, register
 
@@ -26,8 +25,6 @@ from longctx.model.mixers.description import Cost, MixerSpec, register
 class Fox(Attending):
     """Forgetting attention; `remember` is b."""
 
-    forget: Linear
-    remember: Tensor
     exact = ("remember",)
 
     def __init__(self, part: MixerSpec, backend: AttentionConfig) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from longctx.model.mixer import Batch, widened
 from longctx.model.mixers.description import Cost, MixerSpec, register
-from longctx.model.recurrent import CHUNK, Recurrent, Sizes, Terms, fla_kernel, gated_norm
+from longctx.model.recurrent import CHUNK, Recurrent, Sizes, fla_kernel
 
 EPS = 1e-6  # of the squared lengths of queries and keys
 
@@ -44,7 +45,7 @@ class GatedDelta(Recurrent):
         return Sizes(**values)
 
     @classmethod
-    def weights(cls, spec: MixerSpec) -> dict[str, tuple[Any, ...]]:
+    def weights(cls, spec: MixerSpec) -> Any:
         sizes, C = cls.sizes(spec), spec.size
         heads, norm = sizes.value_heads, {"norm": (sizes.value_size,)}
         matrices = {"rates": ((heads, heads), C), "gate": (sizes.widths[-1], C)}
@@ -63,7 +64,7 @@ class GatedDelta(Recurrent):
         """Return β, (B, T, heads) like the `rates` b."""
         return widened(rates).sigmoid() * (2 if self.part.options["negative"] else 1)
 
-    def terms(self, batch: Batch | None, *tensors: Tensor) -> Terms:
+    def terms(self, batch: Batch | None, *tensors: Tensor) -> tuple[Tensor | None, ...]:
         queries, keys, values, strengths, rates = tensors
         repeats = values.shape[2] // keys.shape[2]
         wide = (widened(x).repeat_interleave(repeats, dim=2) for x in (queries, keys))
@@ -71,24 +72,27 @@ class GatedDelta(Recurrent):
         queries = queries * queries.shape[3] ** -0.5
         return queries, keys, values, self.decays(rates, batch)[1], self.strength(strengths)
 
-    def fused(self, batch: Batch, *tensors: Tensor, **choices: Any) -> tuple[Tensor, Tensor]:
+    def fused(self, batch: Batch, *tensors: Tensor, **choices: Any) -> Any:
         *inputs, strengths, rates = tensors
         choices |= {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True}
         log, bias = map(batch.own_heads, (self.A_log, self.dt_bias))
         given = *inputs, rates, self.strength(strengths).to(rates.dtype)
-        out, states = fla_kernel(self.kernel)(*given, A_log=log, dt_bias=bias, **choices)
-        return out, states
+        return fla_kernel(self.kernel, batch)(*given, A_log=log, dt_bias=bias, **choices)
 
-    def gates(self, x: Tensor | None) -> Tensor:
+    def gates(self, x: Tensor | None) -> Any:
         """Return the gate of the output, (B, T, width), of the layer's input."""
-        gates: Tensor = self.gate(x)
-        return gates
+        return self.gate(x)
 
-    def branch(self, out: Tensor, x: Tensor | None) -> Tensor:
+    def branch(self, out: Tensor, x: Tensor | None) -> Any:
         eps = self.part.options["norm_eps"] or self.part.model.norm_eps
-        gated = gated_norm(out, self.gates(x), self.norm, eps, self.activation)
-        branch: Tensor = self.out(gated.flatten(2))
-        return branch
+        gate = self.gates(x).view(out.shape).to(out.dtype)
+        if out.is_cuda:
+            kernel = fla_kernel("modules.norm.fused_norm_gate:rms_norm_gated")
+            given = out.contiguous(), gate.contiguous(), self.norm, None, self.activation
+            return self.out(kernel(*given, eps=eps).flatten(2))
+        normed = F.rms_norm(widened(out), self.norm.shape, eps=eps) * self.norm
+        gated = normed * getattr(F, self.activation)(widened(gate))
+        return self.out(gated.to(out.dtype).flatten(2))
 
 
 register("gdn", GatedDelta)

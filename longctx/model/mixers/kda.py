@@ -36,7 +36,7 @@ class KimiDelta(GatedDelta):
     activation = "sigmoid"
 
     @classmethod
-    def weights(cls, spec: MixerSpec) -> dict[str, tuple[Any, ...]]:
+    def weights(cls, spec: MixerSpec) -> Any:
         (_, heads, keys, values), C, weights = cls.sizes(spec), spec.size, super().weights(spec)
         del weights["rates"], weights["gate"]
         decay = {"decay_in": (keys, C), "decay_out": (heads * keys, keys), "strengths": (heads, C)}
@@ -55,9 +55,8 @@ class KimiDelta(GatedDelta):
         keys = self.sizes(self.part).key_size
         return self.strengths(x), self.decay_out(self.decay_in(x)).unflatten(-1, (-1, keys))
 
-    def gates(self, x: Tensor | None) -> Tensor:
-        gates: Tensor = self.gate_out(self.gate_in(x))
-        return gates
+    def gates(self, x: Tensor | None) -> Any:
+        return self.gate_out(self.gate_in(x))
 
 
 register("kda", KimiDelta)

@@ -13,11 +13,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from longctx.model.mixer import Batch
+from longctx.model.mixer import Batch, widened
 from longctx.model.mixers.description import Cost, MixerSpec, register
-from longctx.model.recurrent import Recurrent, Sizes, Terms, fla_kernel, gated_norm
+from longctx.model.recurrent import Recurrent, Sizes, fla_kernel
 
 
 class Mamba2(Recurrent):
@@ -32,9 +33,9 @@ class Mamba2(Recurrent):
         return Sizes(groups, heads, state, size)
 
     @classmethod
-    def weights(cls, spec: MixerSpec) -> dict[str, tuple[Any, ...]]:
+    def weights(cls, spec: MixerSpec) -> Any:
         (_, heads, *_), widths, C = (sizes := cls.sizes(spec)), sizes.widths, spec.size
-        matrices: dict[str, tuple[Any, ...]] = {"gate": (widths[-1], C), "rates": (heads, C)}
+        matrices = {"gate": (widths[-1], C), "rates": (heads, C)}
         others = {"shift": (sum(widths),), "D": (heads,), "norm": (widths[-1],)}
         return super().weights(spec) | matrices | others
 
@@ -45,22 +46,16 @@ class Mamba2(Recurrent):
         saved = given.saved + e * heads * size
         return Cost(given.flops, saved, given.backward + 4 * e * heads * state)
 
-    @classmethod
-    def heads(cls, spec: MixerSpec) -> int:
-        # Devices may have the same group
-        sizes = cls.sizes(spec)
-        return sizes.value_heads if sizes.key_heads == 1 else sizes.key_heads
-
     def rates_of(self, x: Tensor) -> tuple[Tensor, ...]:
         return (self.rates(x),)
 
-    def terms(self, batch: Batch | None, *tensors: Tensor) -> Terms:
+    def terms(self, batch: Batch | None, *tensors: Tensor) -> tuple[Tensor | None, ...]:
         C, B, x, rates = tensors
         repeats, (steps, decays) = x.shape[2] // B.shape[2], self.decays(rates, batch)
         queries, keys = (part.repeat_interleave(repeats, dim=2) for part in (C, B))
         return queries, keys, (steps[..., None] * x).to(x.dtype), decays, None
 
-    def fused(self, batch: Batch, *tensors: Tensor, **choices: Any) -> tuple[Tensor, Tensor]:
+    def fused(self, batch: Batch, *tensors: Tensor, **choices: Any) -> Any:
         *terms, _ = self.terms(batch, *tensors)
         groups, repeats = tensors[0].shape[2:], tensors[2].shape[2] // tensors[0].shape[2]
         repeated = {tensor.data_ptr() for tensor in terms[:2] if tensor is not None}
@@ -73,20 +68,22 @@ class Mamba2(Recurrent):
             return tensor.repeat_interleave(repeats, 2) if tensor.shape[2:] == groups else tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            rule = fla_kernel("ops.simple_gla:chunk_simple_gla")
-            out, states = rule(*terms, scale=1.0, **choices)
-        return out, states
+            rule = fla_kernel("ops.simple_gla:chunk_simple_gla", batch)
+            return rule(*terms, scale=1.0, **choices)
 
     def finished(self, out: Tensor, values: Tensor, batch: Batch | None) -> Tensor:
         own = self.D if batch is None else batch.own_heads(self.D)
         return (out + own[:, None] * values).to(values.dtype)
 
-    def branch(self, out: Tensor, x: Tensor | None) -> Tensor:
-        groups = self.part.options["groups"]
-        own = out.flatten(2).unflatten(2, (groups, -1)), self.gate(x), self.norm.view(groups, -1)
-        gated = gated_norm(*own, self.part.model.norm_eps, first=True)
-        branch: Tensor = self.out(gated.flatten(2))
-        return branch
+    def branch(self, out: Tensor, x: Tensor | None) -> Any:
+        groups, eps = self.part.options["groups"], self.part.model.norm_eps
+        out, gate = out.flatten(2), self.gate(x).to(out.dtype)
+        if out.is_cuda:
+            kernel = fla_kernel("modules.norm.layernorm_gated:rmsnorm_fn")
+            return self.out(kernel(out, self.norm, None, gate, eps, out.shape[2] // groups, False))
+        product = (widened(out) * F.silu(widened(gate))).unflatten(-1, (groups, -1))
+        normed = F.rms_norm(product, product.shape[-1:], eps=eps).flatten(-2)
+        return self.out((normed * self.norm).to(out.dtype))
 
 
 register("mamba2", Mamba2)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from longctx.model.attending import Attending
-from longctx.model.mixers.description import Cost, MixerSpec, register
+from longctx.model.mixers import Cost, MixerSpec, register
 
 
 class ExclusiveAttention(Attending):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from longctx.model.attending import Attending
-from longctx.model.mixers.description import Cost, MixerSpec, register
+from longctx.model.mixers import Cost, MixerSpec, register
 
 
 class DifferentialAttention(Attending):

@@ -1,0 +1,200 @@
+"""Mixers with a state: those of transformers on each document, their own formulas, and decoding."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GraniteMoeHybridConfig, KimiLinearConfig, Qwen3_5TextConfig
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
+    GraniteMoeHybridMambaLayer,
+)
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
+from longctx.attention import Mask
+from longctx.attention.exchange import Ranks
+from longctx.config.fields import build
+from longctx.model import GPT, recurrent
+from longctx.model.decoder import Decoder
+from longctx.model.mixer import Batch
+from longctx.parallel.devices import mixers
+from longctx.spec.model_config import GPTConfig
+
+LENGTHS = (1, 2, 63, 70, 5, 64, 128, 3)  # of documents, against chunks of 64 and 16
+SIZES = {"key_heads": 2, "value_heads": 6, "key_size": 8, "value_size": 16}
+GROUPS = {"heads": 6, "head_size": 8, "state": 16, "groups": 2}
+OPTIONS = {"gdn": {**SIZES, "negative": True}, "kda": SIZES, "mamba2": GROUPS}
+
+
+def model(name: str, **options: object) -> GPT:
+    torch.manual_seed(0)
+    sizes = {"channels": 48, "heads": 6, "kv_heads": 2, "ffn": 80, "vocab_size": 71}
+    layers = {"layers": 2, "mixer": [name, "softmax"], "mixer_options": {name: options}}
+    made = GPT(GPTConfig(**sizes, **layers, init_std=0.3), "naive").double()
+    if name == "mamba2":
+        torch.nn.init.normal_(made.blocks[0].attention.shift)
+    return made
+
+
+def packed() -> Mask:
+    numbers = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    return Mask.documents(torch.stack([numbers, numbers]))
+
+
+def branch(mixer: nn.Module, x: Tensor, naive: bool = False) -> list[Tensor]:
+    """The mixer's output for packed documents, and every gradient."""
+    batch = Batch(packed().bind(2, x.shape[1], x.shape[1], "cpu"), 2)
+    compute = mixer.naive if naive else mixer
+    y = mixer.branch(compute(*mixer.project(x), batch), x)
+    weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
+    return [y, *torch.autograd.grad((y * weight).sum(), [x, *mixer.parameters()])]
+
+
+@pytest.mark.parametrize(("name", "sized"), product(OPTIONS, (False, True)))
+def test_chunks_are_the_formula(name, sized):
+    mixer = model(name, **(OPTIONS[name] if sized else {})).blocks[0].attention
+    x = torch.randn(2, sum(LENGTHS), 48, dtype=torch.float64, requires_grad=True)
+    for found, wanted in zip(branch(mixer, x), branch(mixer, x, naive=True), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_channels_that_forget_all_at_once_are_finite():
+    """Sums of g are far below what exp can undo."""
+    mixer = model("kda").blocks[0].attention
+    torch.nn.init.constant_(mixer.dt_bias, 100.0)
+    x = torch.randn(2, sum(LENGTHS), 48, dtype=torch.float64, requires_grad=True)
+    for found, wanted in zip(branch(mixer, x), branch(mixer, x, naive=True), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+def theirs_and_ours(name: str) -> tuple[nn.Module, GPT]:
+    """A layer of transformers, and one of ours with its weights."""
+    torch.manual_seed(1)
+    if name == "gdn":
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+        sizes = {f"linear_{key}": x for key, x in zip(names, SIZES.values(), strict=True)}
+        keys = {"hidden_size": 48, "num_hidden_layers": 2, "rms_norm_eps": 1e-5}
+        theirs = Qwen3_5GatedDeltaNet(Qwen3_5TextConfig(**sizes, **keys), 0)
+        ours, names = model(name, **SIZES), {"in_proj_qkv": "qkv", "in_proj_z": "gate"}
+        names |= {"out_proj": "out", "conv1d": "taps", "norm": "norm"}
+    elif name == "kda":
+        keys = {"linear_num_heads": 3, "linear_head_dim": 8, "rms_norm_eps": 1e-5}
+        config = KimiLinearConfig(hidden_size=48, num_hidden_layers=2, **keys)
+        theirs = KimiLinearDeltaAttention(config, 0)
+        ours = model(name, key_heads=3, key_size=8)
+        names = {"forget_gate.f_a_proj": "decay_in", "forget_gate.f_b_proj": "decay_out"}
+        names |= {"b_proj": "strengths", "g_a_proj": "gate_in", "g_b_proj": "gate_out"}
+        names |= {"o_proj": "out", "conv1d": "taps", "o_norm": "norm"}
+    else:
+        keys = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2}
+        config = GraniteMoeHybridConfig(
+            hidden_size=48, num_hidden_layers=2, rms_norm_eps=1e-5, **keys
+        )
+        theirs = GraniteMoeHybridMambaLayer(config, 0)
+        ours = model(name, **GROUPS | {"head_size": 16})
+        names = {"out_proj": "out", "norm": "norm"}
+    for weight in theirs.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    state, own = theirs.double().state_dict(), ours.blocks[0].attention
+    for key, ours_name in names.items():
+        weight = getattr(own, ours_name)
+        getattr(weight, "weight", weight).data.copy_(state[f"{key}.weight"])
+    prefix = "forget_gate." if name == "kda" else ""
+    for key in ("A_log", "dt_bias"):
+        getattr(own, key).data.copy_(state[prefix + key].flatten())
+    if name == "gdn":
+        own.rates.weight.data.copy_(
+            torch.cat([state["in_proj_b.weight"], state["in_proj_a.weight"]])
+        )
+    elif name == "kda":
+        own.qkv.weight.data.copy_(torch.cat([state[f"{x}_proj.weight"] for x in "qkv"]))
+    else:
+        # z, x, B, C and rates; ours are C, B and x
+        z, x, B, C, rates = state["in_proj.weight"].split([96, 96, 32, 32, 6])
+        own.gate.weight.data.copy_(z)
+        own.qkv.weight.data.copy_(torch.cat([C, B, x]))
+        own.rates.weight.data.copy_(rates)
+        for key, target in (("conv1d.weight", own.taps), ("conv1d.bias", own.shift)):
+            x, B, C = state[key].split([96, 32, 32])
+            target.data.copy_(torch.cat([C, B, x]))
+        own.D.data.copy_(state["D"])
+    return theirs.eval().requires_grad_(False), ours
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_document_is_that_of_transformers(name):
+    theirs, ours = theirs_and_ours(name)
+    x = torch.randn(2, sum(LENGTHS), 48, dtype=torch.float64, requires_grad=True)
+    found = branch(ours.blocks[0].attention, x)[0][1:]
+    expected = torch.cat([theirs(part) for part in x[1:].split(LENGTHS, dim=1)], dim=1)
+    # theirs computes in fp32
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_steps_are_the_whole_forward(name):
+    whole = model(name, **OPTIONS[name]).eval().requires_grad_(False)
+    texts = torch.randint(71, (2, 80), generator=torch.Generator().manual_seed(1))
+    starts, decoder = (70, 2), Decoder(whole, 2, 80)
+    for _ in range(2):  # used again, it forgets
+        steps = [decoder.prefill([x[:n].tolist() for x, n in zip(texts, starts, strict=True)])]
+        for more in range(4):
+            new = torch.stack([x[n + more] for x, n in zip(texts, starts, strict=True)])
+            steps.append(decoder.step(new).clone())
+        for row, n in enumerate(starts):
+            expected = whole(texts[row : row + 1])[0, n - 1 : n + 4]
+            torch.testing.assert_close(torch.stack(steps)[:, row], expected)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_ranks_may_share_a_group(groups):
+    options = {"heads": 8, "head_size": 8, "state": 16, "groups": groups}
+    mixer = model("mamba2", **options).blocks[0].attention
+    tensors = mixer.project(torch.randn(2, sum(LENGTHS), 48, dtype=torch.float64))
+    mask, outs = packed().bind(2, sum(LENGTHS), sum(LENGTHS), "cpu"), []
+    for rank in range(4):
+        own = []
+        for tensor in tensors:
+            wide = tensor.repeat_interleave(max(1, 4 // tensor.shape[2]), 2)
+            own.append(wide.chunk(4, dim=2)[rank])
+        outs.append(mixer.forward(*own, Batch(mask, 2, Ranks(rank, 4))))
+    torch.testing.assert_close(torch.cat(outs, dim=2), mixer.forward(*tensors, Batch(mask, 2)))
+
+
+def test_a_gpu_takes_a_new_fla_alone(monkeypatch):
+    config = model("gdn").config
+    mixers.check(config, "cpu", 2, "auto")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for found, triton, message in (
+        ("0.5.9", "3.7.1", "fla-core 0.5.9 has wrong gradients"),
+        ("0.6.0", "3.6.0", "wrong gradients with Triton 3.6.0"),
+        (None, "3.7.1", "not installed"),
+    ):
+        recurrent.fla_refusal.cache_clear()
+        versions = {"fla-core": found, "triton": triton}
+        monkeypatch.setattr(recurrent, "version", lambda name, of=versions: of[name] or missing())
+        with pytest.raises(ValueError, match=f"model.mixer=gdn: .*{message}.*pip install"):
+            mixers.check(config, "cuda", 1, "auto")
+    recurrent.fla_refusal.cache_clear()
+
+
+def missing() -> str:
+    raise recurrent.PackageNotFoundError
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gdn", {"value_heads": 5}),
+        ("gdn", {"key_size": 0}),
+        ("kda", {"key_size": 512}),
+        ("mamba2", {"groups": 3}),
+        ("mamba2", {"head_size": 0}),
+    ],
+)
+def test_sizes_are_checked(name, options):
+    values = {"mixer": [name], "mixer_options": {name: options}}
+    with pytest.raises(ValueError, match=rf"model\.mixer={name}: "):
+        build(GPTConfig, values, "model.").validate()
