@@ -1,5 +1,5 @@
 """Mixers that call softmax attention: kernels compute their formulas, and its gradients; documents
-are alone, ranks and recomputation change nothing.
+are alone. `longctx check` tries ranks and recomputation, see tests/hf/test_check.py.
 """
 
 from collections.abc import Iterator
@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from longctx.attention.exchange import Ranks
-from longctx.config.layout_config import MemoryConfig
 from longctx.model import GPT
 from longctx.model.decoder import Decoder
 from longctx.model.mixer import Batch
@@ -62,14 +60,6 @@ def test_packed_documents_are_alone_and_decode(name):
     torch.testing.assert_close(torch.cat(found), model(text)[0, 5:8], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_recomputation_in_tiles_changes_nothing(name):
-    exact = gradients(small(name))
-    again = gradients(small(name, memory=MemoryConfig("balanced", keep_every=2, mlp_tile=9)))
-    for actual, expected in zip(again, exact, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
 def called(name: str, *more: torch.Tensor, **weights: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The output of a mixer for random q, k and v of packed documents, and the v of each head."""
     mixer = small(name).blocks[0].attention
@@ -89,23 +79,6 @@ def test_xsa_has_nothing_along_its_own_value():
     out, own = called("xsa")
     assert (out * own).sum(-1).abs().max() < 1e-4
     assert out[:, 0].abs().max() < 1e-5 < out[:, 2].abs().max()  # one token sees itself alone
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_share_of_the_heads_is_that_of_all(name):
-    mixer = small(name, channels=64, heads=8, kv_heads=4).blocks[0].attention
-    if name == "fox":
-        torch.nn.init.normal_(mixer.remember)
-    mask = packed()[1].bind(2, 37, 37, "cpu")
-    tensors = [torch.randn(2, 37, heads, 8) for heads in (8, 4, 4)]
-    tensors += [torch.randn(2, 37, 8)] if name == "fox" else []
-    outs = []
-    for rank in (0, 1):
-        own = [x.chunk(2, dim=2)[rank] for x in tensors]
-        outs.append(mixer.forward(*own, Batch(mask, 2, Ranks(rank, 2))))
-    whole = mixer.forward(*tensors, Batch(mask, 2))
-    torch.testing.assert_close(torch.cat(outs, dim=2), whole)
-    assert mixer.part.computed_by.heads(mixer.part) % 2 == 0
 
 
 def test_settings_that_they_lack_are_refused():
