@@ -129,7 +129,6 @@ def test_a_mixer_without_a_step_is_decoded_by_its_forward(capsys):
         ({"mixer": ["gdn"], "mixer_options": {"gdn": {"negative": "no"}}}, "its default is False"),
         ({"mixer": ["gdn"], "mixer_options": {"gdn": {"norm_eps": "x"}}}, "its default is 0.0"),
         ({"mixer": ["gdn"], "mixer_options": {"gdn": {"key_heads": "4"}}}, "model.mixer=gdn"),
-        ({"mixer": ["mamba2"], "mixer_options": {"mamba2": {"head_size": 0}}}, "sizes 256 at most"),
     ],
 )
 def test_layers_and_options_are_checked(values, message):
