@@ -145,11 +145,11 @@ class Recurrent(Mixer):
         """
         widths, found = self.sizes(self.part).widths, []
         filters = zip(*(weight.split(widths) for weight in self.filters), strict=True)
-        for x, weights in zip(inputs, filters, strict=True):
-            own = (batch.own_heads(weight, x[0, 0].numel()) for weight in weights)
-            taps, *biases = (weight.to(x.dtype) for weight in own)
-            channels, taps = x.flatten(2), taps[:, 0]
-            if x.is_cuda and not naive:
+        for tensor, weights in zip(inputs, filters, strict=True):
+            own = (batch.own_heads(weight, tensor[0, 0].numel()) for weight in weights)
+            taps, *biases = (weight.to(tensor.dtype) for weight in own)
+            channels, taps = tensor.flatten(2), taps[:, 0]
+            if tensor.is_cuda and not naive:
                 kernel = fla_kernel("modules.causal_conv1d:causal_conv1d", batch)
                 tokens = channels.reshape(1, -1, channels.shape[2])
                 total = kernel(tokens, taps, *biases, activation="silu")[0]
@@ -160,7 +160,7 @@ class Recurrent(Mixer):
                     seen = (batch.positions >= back)[..., None]
                     total = total + taps[:, -1 - back] * moved * seen
                 total = F.silu(total)
-            found.append(total.view(x.shape))
+            found.append(total.view(tensor.shape))
         return found
 
     def finished(self, out: Tensor, values: Tensor, batch: Batch | None) -> Tensor:
@@ -272,9 +272,9 @@ def chunked(batch: Batch, *terms: Tensor | None) -> tuple[Tensor, Tensor | None]
     kept, falls = (keys * fades[..., -1, :, :]).mT, reached[..., -1:, :].mT
     states = [keys.new_zeros(*keys.shape[1:3], keys.shape[-1], values.shape[-1])]
     changes: list[Tensor] = []
-    for n, new in enumerate(fresh):
-        changes.append(new if removed is None else new - removed[n] @ states[n])
-        states.append(falls[n] * states[n] + kept[n] @ changes[n])
+    for chunk, new in enumerate(fresh):
+        changes.append(new if removed is None else new - removed[chunk] @ states[chunk])
+        states.append(falls[chunk] * states[chunk] + kept[chunk] @ changes[chunk])
     state, change = torch.stack(states[:-1]), torch.stack(changes)
     out = (reads @ state + inner @ change).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :tokens]
     if torch.is_grad_enabled():

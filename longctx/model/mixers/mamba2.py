@@ -50,10 +50,10 @@ class Mamba2(Recurrent):
         return (self.rates(x),)
 
     def terms(self, batch: Batch | None, *tensors: Tensor) -> tuple[Tensor | None, ...]:
-        C, B, x, rates = tensors
-        repeats, (steps, decays) = x.shape[2] // B.shape[2], self.decays(rates, batch)
-        queries, keys = (part.repeat_interleave(repeats, dim=2) for part in (C, B))
-        return queries, keys, (steps[..., None] * x).to(x.dtype), decays, None
+        *groups, inputs, rates = tensors
+        repeats, (steps, decays) = inputs.shape[2] // groups[0].shape[2], self.decays(rates, batch)
+        queries, keys = (tensor.repeat_interleave(repeats, dim=2) for tensor in groups)
+        return queries, keys, (steps[..., None] * inputs).to(inputs.dtype), decays, None
 
     def fused(self, batch: Batch, *tensors: Tensor, **choices: Any) -> Any:
         *terms, _ = self.terms(batch, *tensors)
