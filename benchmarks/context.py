@@ -9,7 +9,6 @@ draws the result.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +46,7 @@ class Options(Group):
     shortest: int = key(4096, "tokens; lengths double from there to the longest")
     longest: int | None = key(None, "tokens; null: what is predicted to fit")
     minutes: float = key(60.0, "points that would end after that are left out")
-    out: str = key("results/context", "writes .json; points of this machine and model stay")
+    out: str = key("results/context", "writes .json")
 
 
 def run(options: Options, command: str, overrides: list[str]) -> None:
@@ -68,49 +67,24 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     }
     for one in runs.values():
         check_attention(one.config, one.workload.model, "cuda")
-    free = ("runs=", "memory=", "tracker=", "wandb.")  # points with others are in one file
-    about = machine() | {
-        "overrides": [one for one in overrides if not one.startswith(free)],
-        "parameters": next(iter(runs.values())).workload.model.parameters(),
-        "gpu_memory_gib": gpu.memory / GIB,
-    }
-    path = Path(f"{options.out}.json")
-    result = earlier(path, about)
-    result["commands"].append(command)
-    rows: list[Row] = result["rows"]
-    points = []
+    how, rows, points = "given" if options.longest else "predicted", list[Row](), []
+    result: dict[str, Any] = {"command": command, **machine(), "overrides": overrides}
+    result["parameters"] = next(iter(runs.values())).workload.model.parameters()
+    result |= {"gpu_memory_gib": gpu.memory / GIB, "longest": {}, "rows": rows}
     for backend, one in runs.items():
         longest = options.longest or predicted_longest(one)
-        how = {"tokens": longest, "how": "given" if options.longest else "predicted"}
-        if not options.longest or backend not in result["longest"]:
-            result["longest"][backend] = how
+        result["longest"][backend] = {"tokens": longest, "how": how}
         points += [(tokens, backend) for tokens in ladder(options.shortest, longest)]
     for tokens, backend in sorted(points):  # the short ones first: they are cheap
         print(f"{backend} {tokens:,} tokens:", end=" ", flush=True)
         workload = replace(runs[backend].workload, seq_len=tokens)
         row = measured(replace(runs[backend], workload=workload), end)
-        old = [x for x in rows if (x["tokens"], x["backend"]) == (tokens, backend)]
-        # A point that has a speed stays, unless another takes its place
-        if "tokens_per_second" in row or not any("tokens_per_second" in x for x in old):
-            rows[:] = [*(x for x in rows if x not in old), row]
+        rows.append(row)
         speed = row.get("tokens_per_second")
         print(f"memory={row['memory']}, {row['failed'] or f'{speed:,.0f} tokens/s'}", flush=True)
-        write_json(path, result)  # an interruption loses no point
+        write_json(Path(f"{options.out}.json"), result)  # an interruption loses no point
     grid("Memory and speed over length", SHOWN, rows)
-    print(f"wrote {path}")
-
-
-def earlier(path: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """Return what `path` holds if it is of the model and machine that are `about`, else a new
-    result.
-    """
-    if path.exists():
-        found: dict[str, Any] = json.loads(path.read_text())
-        differs = [name for name, here in about.items() if found.get(name) != here]
-        if not differs:
-            return found
-        print(f"{path} begins anew: its points are of another {', '.join(differs)}")
-    return {"commands": [], **about, "longest": {}, "rows": []}
+    print(f"wrote {options.out}.json")
 
 
 def predicted_longest(run: Run) -> int:

