@@ -100,10 +100,7 @@ class Options(Group):
 
 
 def run(options: Options, command: str, training: list[str]) -> None:
-    """Measure, train, and measure after each stage; write result.json and result.png.
-
-    `training`: keys of train.py, such as rope=yarn or lora.rank=16.
-    """
+    """Measure, train by the keys `training`, measure after each stage; write a file and a picture."""
     check_unused(training, TAKEN)
     if options.cases:
         return compare(options, command, training)
@@ -307,13 +304,14 @@ def compare(options: Options, command: str, training: Sequence[str]) -> None:
     own = {"cases", "seeds", "jobs", "minutes", "out", "early"}
     asked = {name: x for name, x in vars(options).items() if name not in own and x is not None}
     words = [f"{name}={x if isinstance(x, str) else json.dumps(x)}" for name, x in asked.items()]
-    gpus = max(1, torch.cuda.device_count())
+    numbers = ",".join(map(str, range(max(1, torch.cuda.device_count()))))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", numbers).split(",")
 
     def run_cell(number: int, folder: str, given: Sequence[str]) -> None:
-        """Run a case with a seed."""
         began = time.monotonic()
-        start = ["env", f"CUDA_VISIBLE_DEVICES={number % gpus}", sys.executable, "-m", "benchmarks"]
-        called = [*start, "extension", *words, *training, *given, f"out={out / folder}"]
+        python = ["env", f"CUDA_VISIBLE_DEVICES={gpus[number % len(gpus)]}", sys.executable]
+        called = [*python, "-m", "benchmarks", "extension", *words, *training, *given]
+        called.append(f"out={out / folder}")
         problem = finished(called, end - began, Path.cwd()) if began < end else "no minutes left"
         print(f"{folder}: {problem or 'done'} ({time.monotonic() - began:.0f} s)", flush=True)
 
@@ -322,7 +320,7 @@ def compare(options: Options, command: str, training: Sequence[str]) -> None:
     for seed, case in product(options.seeds, options.cases):
         name, _, given = case.partition("=")
         cells[f"{name}-{seed}"] = [*given.split(), f"seed={seed}", *(early if cells else [])]
-    with ThreadPoolExecutor(gpus * options.jobs) as pool:
+    with ThreadPoolExecutor(len(gpus) * options.jobs) as pool:
         list(pool.map(run_cell, count(), cells, cells.values()))
     stages, results, found = sized(options).stages or [], {}, dict[str, list[Reading]]()
     for folder in cells:
