@@ -15,6 +15,7 @@ from longctx.config.fields import Group, key, positive
 LOGITS = {"fast": 2**29, "balanced": 2**29, "long": 2**27}
 # Values with which a key does nothing
 OFF: Any = {"keep_every": 1, "mlp_tile": 0, "heads_at_once": 0, "attention_again": 0, "offload": 0}
+OFF |= {"offload_weights": 0}
 NOTHING_TWICE: dict[str, Any] = {"recompute": "none", **OFF, "optimizer_state": "fp32"}
 TILED = {"keep_every": 2, "mlp_tile": 32768, "offload": 0.6, "optimizer_state": "host"}
 BLOCK = NOTHING_TWICE | {"recompute": "block"}
@@ -40,6 +41,8 @@ class MemoryConfig(Group):
     heads_at_once: with recompute=block: key heads whose q, k and v exist at one time; 0: all
     attention_again: with recompute=block: share of blocks, short windows first, that attend again
     offload: with recompute=block: share of the saved activations in pinned host memory
+    offload_weights: with recompute=block and LoRA on one device: share of the blocks whose frozen
+        matrices are in pinned host memory, and arrive while the block before computes
     loss_chunk: tokens whose logits exist at one time; null: up to 16,384, fewer in long; on a CPU
         1,024
     optimizer_state: AdamW's moments or Muon's momentum: fp32 | bf16 | host: fp32 in pinned memory
@@ -53,6 +56,7 @@ class MemoryConfig(Group):
     heads_at_once: int | None = key(None, between=(0, 2**24))
     attention_again: float | None = key(None, between=(0, 1))
     offload: float | None = key(None, between=(0, 1))
+    offload_weights: float | None = key(None, between=(0, 1))
     loss_chunk: int | None = positive(None, limit=2**24)
     optimizer_state: str | None = key(None, choices=("fp32", "bf16", "host"))
 

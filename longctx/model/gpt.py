@@ -306,7 +306,7 @@ class GPT(nn.Module):
         for block, own, mask in zip(self.blocks, angles, masks, strict=True):
             if recompute == "mlp":
                 x = block.calling(checkpointed_mlp, x, own, mask, tile).view(x.shape)
-            elif tile and not training:
+            elif (tile or memory.offload_weights) and not training:
                 x = block.calling(forward_in_tiles, x, own, mask, memory)
             else:
                 x = block(x, own, mask)

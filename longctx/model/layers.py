@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Self
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from longctx.attention import Attention, Mask, Scores
 from longctx.attention.description import AttentionConfig
 from longctx.kernels import HAS_TRITON, linear
+from longctx.model.offload import HostWeights
 from longctx.model.rope import Angles, rotate
 from longctx.spec import parts
 
@@ -236,14 +238,21 @@ class Block(nn.Module):
         # The gradient of a norm needs its input, so the MLP's value is computed for it.
         self.always_needs_value = described.mlp_out_norm is not None
 
+    host: HostWeights | None = None  # weights that are in host memory between calls
+
     def unshard(self) -> None:
         """Nothing, since the weights are whole; torch's fully_shard puts its own method first."""
 
     def calling(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """function(self, *arguments) as a forward of the block, with what a call of it brings:
-        sharded weights are gathered for it.
+        sharded weights are gathered for it, and those on the host arrive.
         """
-        return function(self, *arguments)
+        with self.present(self.host and self.host.following):
+            return function(self, *arguments)
+
+    def present(self, ahead: HostWeights | None) -> AbstractContextManager[None]:
+        """Have the weights on the device inside the block; those `ahead` arrive meanwhile."""
+        return nullcontext() if self.host is None else self.host.present(ahead)
 
     def scaled(self, branch: Tensor) -> Tensor:
         """Return what a branch adds to the residual stream."""

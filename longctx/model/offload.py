@@ -1,4 +1,5 @@
-"""Saved activations in pinned host memory, copied on a stream of their own while the GPU computes.
+"""Saved activations and frozen weights in pinned host memory, copied on a stream of their own while
+the GPU computes.
 
 Host memory is pinned once and used again by every forward pass. On a CPU tensors are copied too, so
 that tests there run the code of a GPU.
@@ -13,10 +14,10 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class HostBuffers:
@@ -49,8 +50,7 @@ class HostBuffers:
         if buffer is None or buffer.numel() < x.numel() or buffer.dtype != x.dtype:
             # The old memory goes first: host memory for both may not be there
             self.memory.pop(name, None)
-            n = x.numel()
-            self.memory[name] = pinned(n, x.dtype) if x.is_cuda else torch.empty(n, dtype=x.dtype)
+            self.memory[name] = pinned(x.numel(), x.dtype, x.is_cuda)
         return self.memory[name][: x.numel()].view(x.shape)
 
 
@@ -66,12 +66,39 @@ def stays(problem: str) -> None:
     print(f"offload: {problem}; what is missing stays on the GPU", file=sys.stderr, flush=True)
 
 
-class SavedTensors:
+class Away:
+    """Tensors by name in host memory, and on a device while they are needed there."""
+
+    def __init__(self, on_host: dict[Any, Tensor], device: torch.device) -> None:
+        self.on_host, self.device = on_host, device
+        self.on_device: dict[Any, Tensor] | None = None
+        self.copied: torch.cuda.Event | None = None
+
+    def prefetch(self) -> None:
+        """Begin to copy them to the device, unless they are there."""
+        if self.on_device is None:
+            self.on_device = {
+                name: torch.empty_like(x, device=self.device) for name, x in self.on_host.items()
+            }
+            self.copied = _copy(self.on_host.values(), self.on_device.values(), self.device)
+
+    def tensors(self, brings: bool = True) -> dict[Any, Tensor]:
+        """Return the tensors on their device, or unless it `brings` them on the host; kernels
+        queued from now on wait for their arrival.
+        """
+        if brings:
+            self.prefetch()
+        if self.copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.copied)
+        return self.on_host if self.on_device is None else self.on_device
+
+
+class SavedTensors(Away):
     """Tensors by name, saved for backward on their device or, given `buffers`, on the host."""
 
     def __init__(self, tensors: dict[str, Tensor], buffers: HostBuffers | None) -> None:
-        self.on_device: dict[str, Tensor] | None = tensors
-        self.copied: torch.cuda.Event | None = None
+        super().__init__({}, torch.device("cpu"))
+        self.on_device = tensors
         if buffers is None:
             return
         weakref.finalize(self, setattr, buffers, "in_use", False)
@@ -92,24 +119,55 @@ class SavedTensors:
                 x.record_stream(copying_stream(self.device))
         self.on_device = None
 
-    def prefetch(self) -> None:
-        """Begin to copy them back to the device."""
-        if self.on_device is None:
-            self.on_device = {
-                name: torch.empty_like(x, device=self.device) for name, x in self.on_host.items()
-            }
-            targets = self.on_device.values()
-            self.copied = _copy(self.on_host.values(), targets, self.device)
 
-    def tensors(self, brings: bool = True) -> dict[str, Tensor]:
-        """Return the tensors on their device, or unless it `brings` them on the host; kernels
-        queued from now on wait for their arrival.
-        """
-        if brings:
-            self.prefetch()
-        if self.copied is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.copied)
-        return self.on_host if self.on_device is None else self.on_device
+class HostWeights(Away):
+    """Frozen `weights` of a block, in host memory but while the block computes; none: all of them
+    stay on the device.
+    """
+
+    def __init__(
+        self, weights: list[nn.Parameter], device: torch.device, following: HostWeights | None
+    ) -> None:
+        super().__init__({weight: weight.data for weight in weights}, device)
+        self.following = following  # those of the next block
+
+    @contextlib.contextmanager
+    def present(self, ahead: HostWeights | None) -> Iterator[None]:
+        """Have the weights on the device inside the block; those `ahead` arrive meanwhile."""
+        for weight, x in self.tensors().items():
+            weight.data = x
+        if ahead is not None:
+            ahead.prefetch()
+        try:
+            yield
+        finally:
+            for weight, x in self.on_host.items():
+                weight.data = x
+            self.on_device = None  # the block after the next takes their memory
+
+
+def allocate(model: Any, share: float, device: torch.device) -> None:
+    """Give the weights of `model` memory on `device`, but on the host to the frozen matrices of this
+    `share` of its blocks, spread evenly.
+    """
+    count = len(model.blocks)
+    away = [round((n + 1) * share) > round(n * share) for n in range(count)]
+
+    def frozen() -> list[list[nn.Parameter]]:
+        each = (block.parameters() if is_away else () for block, is_away in zip(model.blocks, away))
+        return [[x for x in own if x.ndim == 2 and not x.requires_grad] for own in each]
+
+    on_host = {id(weight) for own in frozen() for weight in own}
+
+    def memory_of(x: Tensor) -> Tensor:
+        if id(x) not in on_host:
+            return torch.empty_like(x, device=device)
+        return pinned(x.numel(), x.dtype, device.type == "cuda").view(x.shape)
+
+    model._apply(memory_of)
+    following = None
+    for block, own in zip(reversed(model.blocks), reversed(frozen()), strict=True):
+        block.host = following = HostWeights(own, device, following)
 
 
 def arriving(parts: Iterable[tuple[Tensor, ...]], device: torch.device) -> Iterator[list[Tensor]]:
@@ -117,18 +175,19 @@ def arriving(parts: Iterable[tuple[Tensor, ...]], device: torch.device) -> Itera
     part arrive while the GPU computes with these.
     """
 
-    def begun(sources: tuple[Tensor, ...]) -> tuple[list[Tensor], torch.cuda.Event | None]:
-        is_there = [x.device.type == device.type for x in sources]
-        pairs = zip(sources, is_there, strict=True)
-        targets = [x if there else torch.empty_like(x, device=device) for x, there in pairs]
-        return targets, None if all(is_there) else _copy(sources, targets, device)
+    def begun(sources: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Away]:
+        there = device.type
+        away = Away({n: x for n, x in enumerate(sources) if x.device.type != there}, device)
+        away.prefetch()
+        return sources, away
 
     coming = map(begun, parts)
     following = next(coming, None)
     while following is not None:
-        tensors, copied = following
-        if copied is not None:
-            torch.cuda.current_stream(device).wait_event(copied)
+        sources, away = following
+        brought = away.tensors()
+        tensors = [brought.get(n, x) for n, x in enumerate(sources)]
+        del away, brought
         following = next(coming, None)
         yield tensors
         del tensors  # the part after the next takes their memory
@@ -138,8 +197,8 @@ def _copy(
     sources: Iterable[Tensor], targets: Iterable[Tensor], device: torch.device
 ) -> torch.cuda.Event | None:
     """Copy after all that is queued on `device`; return the event that later work must wait for."""
-    pairs = [(x, y) for x, y in zip(sources, targets, strict=True) if x is not y]
-    if device.type != "cuda":
+    pairs = list(zip(sources, targets, strict=True))
+    if device.type != "cuda" or not pairs:
         for source, target in pairs:
             target.copy_(source)
         return None
@@ -151,8 +210,12 @@ def _copy(
         return stream.record_event()
 
 
-def pinned(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return page-locked memory of `numel` elements; MemoryError if there is none."""
+def pinned(numel: int, dtype: torch.dtype, for_gpu: bool = True) -> Tensor:
+    """Return memory of `numel` elements, page-locked if it is `for_gpu`; MemoryError if there is
+    none.
+    """
+    if not for_gpu:
+        return torch.empty(numel, dtype=dtype)
     # torch's own allocator would round the size up to a power of two. Pages of 2 MiB are touched
     # and pinned several times faster than those of 4 KiB. A forked process does not get
     # them: it would make the parent write to copies, which the GPU does not see.

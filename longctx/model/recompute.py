@@ -182,15 +182,19 @@ class _Tape:
     def tensors(self, saved: SavedTensors) -> dict[str, Tensor]:
         return saved.tensors(brings=not self.reads_host)
 
+    def first(self, i: int) -> int:
+        """Return the block whose saved input gives that of block i."""
+        return i - i % (self.memory.keep_every or 1)
+
     def input(self, i: int) -> Tensor:
         """x of block i: saved, or recomputed from what the blocks before it saved."""
-        every = self.memory.keep_every or 1
-        first = i - i % every
+        first = self.first(i)
         x = self.tensors(self.saved[first])["x"]
         for j in range(first, i):
             # FSDP has resharded it; its own backward comes next, and shards it again
             self.blocks[j].unshard()
-            y = self.after(j, x, self.output(j, x)["out"])
+            with self.blocks[j].present(self.blocks[j + 1].host):
+                y = self.after(j, x, self.output(j, x)["out"])
             self.held = None  # its place is free
             self.held = self.holder(j + 1, -1, {"x": y})
             x = self.tensors(self.held)["x"]
@@ -228,18 +232,21 @@ class _Block(torch.autograd.Function):
             tape.saved[i - 1].prefetch()
         sums = _Sums(tape.blocks[i], ctx.weights)
         with tape.surroundings.restored():
-            dx = _block_backward(tape, i, dy.contiguous(), sums)
+            x = tape.input(i)
+            # The block below begins at the last input that was saved
+            ahead = tape.blocks[tape.first(i - 1)].host if i else None
+            with tape.blocks[i].present(ahead):
+                dx = _block_backward(tape, i, x, dy.contiguous(), sums)
         del tape.saved[i]
         tape.outputs.pop(i, None)
         tape.held = None
         return dx, None, None, *sums.gradients()
 
 
-def _block_backward(tape: _Tape, i: int, dy: Tensor, sums: _Sums) -> Tensor:
-    """dx of block i; its weights' gradients go into `sums`."""
+def _block_backward(tape: _Tape, i: int, x: Tensor, dy: Tensor, sums: _Sums) -> Tensor:
+    """dx of block i, from its input x; its weights' gradients go into `sums`."""
     # In tiles dx takes the memory of dy, which the block above made and nobody else reads
-    x, block = tape.input(i), tape.blocks[i]
-    saved = tape.output(i, x)
+    block, saved = tape.blocks[i], tape.output(i, x)
     out, lse = saved["out"], saved.get("lse")
     one_tile = _one_tile(tape.tile, x) and not tape.memory.heads_at_once
 

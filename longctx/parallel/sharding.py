@@ -102,17 +102,20 @@ def write(tensor: Tensor, source: Any, first: int = 0) -> None:
     if start < stop:
         values = source[start - first : stop - first]
         if is_packed(tensor) and not is_packed(values):
-            values = packed(values.to(tensor.device))
+            values = packed(values.to(torch.get_default_device()))
         local(tensor)[start - mine.start : stop - mine.start].copy_(values)
 
 
 def draw(tensor: Tensor, fill: Callable[[Tensor], Any]) -> None:
-    """Fill `tensor` at random, with the same values however it is sharded."""
-    if not isinstance(tensor, DTensor):
+    """Fill `tensor` at random on the default device, with the same values however it is sharded or
+    if its memory is that of the host.
+    """
+    device = torch.get_default_device()
+    if not isinstance(tensor, DTensor) and tensor.device == device:
         fill(tensor)
         return
     # The whole tensor exists for a moment, to draw the same random numbers as on one device
-    values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
+    values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     fill(values)
     write(tensor, values)
 

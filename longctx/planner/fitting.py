@@ -31,6 +31,7 @@ CLEARLY_FASTER = 1.1  # times another backend's speed, to be told at the start
 # Tenths on the host reach up to 20% further than fifths, finer shares no further.
 SEARCHED: dict[str, tuple[Any, ...]] = {
     "optimizer_state": ("fp32", "host"),
+    "offload_weights": (0.0, 1.0),
     "keep_every": (1, 2, 4, 8),
     "heads_at_once": (0, 2, 1),
     "attention_again": (0.0, 0.5, 1.0),
@@ -48,16 +49,19 @@ def ways(workload: Workload) -> list[Way]:
     later tile less of the GPU and the same time.
     """
     memory = tuple(vars(workload.memory).values())
-    splits = workload.context == 1 and not workload.attention.variant
-    return _ways(memory, workload.optimizer.traits.states, splits)
+    closed = set[str]()
+    if workload.context > 1 or workload.attention.variant:
+        closed.add("heads_at_once")
+    if workload.devices > 1 or not workload.added:
+        closed.add("offload_weights")
+    return _ways(memory, workload.optimizer.traits.states, frozenset(closed))
 
 
 @cache
-def _ways(keys: tuple[Any, ...], states: Sequence[str], is_alone: bool) -> list[Way]:
+def _ways(keys: tuple[Any, ...], states: Sequence[str], closed: frozenset[str]) -> list[Way]:
     memory, options = MemoryConfig(*keys), dict[str, tuple[Any, ...]]()
     for name, values in SEARCHED.items():
-        given, is_open = getattr(memory, name), memory.policy == "auto"
-        is_open &= is_alone or name != "heads_at_once"
+        given, is_open = getattr(memory, name), memory.policy == "auto" and name not in closed
         # A policy by name has its own values in place of nulls
         options[name] = values if is_open and given is None else (given,)
     searches_heads = len(options["heads_at_once"]) > 1

@@ -191,7 +191,7 @@ class _Step:
         yield "loss", _sum(always, at_loss, saved, self.loss())
         if self.through.in_groups:  # with little else, the stream, attention's output, their sum
             others = {KEPT: self.saved_by_first[self.L - 1], MLP: self.forward(self.through)}
-            yield "forward of the last block", _sum(always, at_loss, others)
+            yield "forward of the last block", _sum(always, at_loss, others, self.brought)
         # The head's gradient is there at once; a tied one waits beside the sum for that of the
         # embedding.
         head = embedding if tied or not full else 0.0
@@ -225,10 +225,10 @@ class _Step:
         costs, saved = self.costs[at - 1], self.saved_by_first[at] + self.again(at)
         gradients = {GRADIENTS: before + of_first[-1] - of_first[at]}
         if costs.mlp >= costs.attention - costs.freed:
-            mlp = {MLP: costs.mlp, KEPT: saved}
-            return f"backward of block {at}, MLP", _sum(self.always, gradients, mlp)
-        attention = {ATTENTION: costs.attention, KEPT: saved - costs.freed}
-        return f"backward of block {at}, attention", _sum(self.always, gradients, attention)
+            half, own = "MLP", {MLP: costs.mlp, KEPT: saved}
+        else:
+            half, own = "attention", {ATTENTION: costs.attention, KEPT: saved - costs.freed}
+        return f"backward of block {at}, {half}", _sum(self.always, gradients, own, self.brought)
 
     def moments(self) -> Iterator[tuple[str, Terms]]:
         """Yield every moment that can be the peak, with its bytes by term."""
@@ -244,7 +244,7 @@ class _Step:
         yield "optimizer", _sum(resting, gradients, workspace)
         if not self.workload.validates:
             return
-        yield "validation", _sum(resting, self.validation(self.B, self.T))
+        yield "validation", _sum(resting, self.validation(self.B, self.T), self.brought)
         length = self.workload.passkey_length
         if length > self.T:  # shorter texts together are no more than a batch
             texts = max(1, self.B * self.T // length)
@@ -259,11 +259,18 @@ class _Step:
         mask = (16 + 8) * row_tokens  # first, last of queries and of keys; positions
         # cos and sin of each pair, and the factor of queries
         rope = FP32 * self.N * sum(x.size + bool(x.growth) for x in self.model.ropes())
+        away, _ = frozen_on_host(self.workload)
         return {
-            PARAMETERS: self.weights / self.slices + self.gathered(),
+            PARAMETERS: self.weights / self.slices + self.gathered() - away,
             OPTIMIZER: optimizer_state(self.workload)[0] / self.slices,
             BATCH: batch + mask + rope + (CUBLAS if self.through.on_gpu else 0),
         }
+
+    @cached_property
+    def brought(self) -> Terms:
+        """Frozen weights from the host: of the block that computes, and of the next one."""
+        away, largest = frozen_on_host(self.workload)
+        return {PARAMETERS: min(2.0 * largest, away)}
 
     @cached_property
     def weights(self) -> float:
@@ -284,11 +291,7 @@ class _Step:
         outside = (1 if self.model.tied else 2) * self.V * self.C
         block = max(self.weights_by_block)
         added = 0 if self.added else FP32 * block
-        base = self.workload.lora.base
-        gathered = max(
-            sum(linear.frozen_bytes(base, self.e) for linear in block.linears.values())
-            for block, _ in self.model.kinds
-        )
+        gathered = max(frozen_bytes(self.workload, x) for x, _ in self.model.kinds)
         gathered = self.e * block if self.measured else gathered
         together = max(2, self.memory.keep_every or 1)  # an input is made of the last one saved
         return float(self.e * outside + together * gathered + added)
@@ -315,14 +318,15 @@ class _Step:
         return 2.0 * self.e * (3 * q + 2 * copies * kv) * self.N / parts
 
     def host(self) -> Terms:
-        """Return the pinned host memory: the optimizer's state, and offloaded activations."""
+        """Return the pinned host memory: weights, the optimizer's state, and activations."""
         away = sum(self.saved_by_block[: self.away])
         if self.through.in_groups and self.away:
             # A place for an input, and one for each output, that is made again
             away += self.e * self.C * self.N * (self.every > 1)
             away += self.costs[0].output * len({layer % self.every for layer in self.attends_again})
+        weights, _ = frozen_on_host(self.workload)
         _, optimizer = optimizer_state(self.workload)
-        return {OPTIMIZER: optimizer / self.slices, KEPT: away}
+        return {PARAMETERS: weights, OPTIMIZER: optimizer / self.slices, KEPT: away}
 
     def logits(self, bytes_each: int) -> float:
         """Return the bytes of a chunk's logits."""
@@ -380,6 +384,23 @@ def _sum(*parts: Terms) -> Terms:
         for term, size in part.items():
             total[term] = total.get(term, 0.0) + size
     return total
+
+
+def frozen_bytes(workload: Workload, block: BlockSpec) -> int:
+    """Return the bytes of the matrices of a block that trains no more than LoRA's additions."""
+    base, e = workload.lora.base, workload.activation_bytes
+    return sum(linear.frozen_bytes(base, e) for linear in block.linears.values())
+
+
+def frozen_on_host(workload: Workload) -> tuple[float, float]:
+    """Return the bytes of the frozen matrices in host memory, and those of the largest block."""
+    share = workload.memory.offload_weights
+    if not share or not workload.added:
+        return 0.0, 0.0
+    each = [(frozen_bytes(workload, block), count) for block, count in workload.model.kinds]
+    layers = workload.model.layers
+    mean = sum(size * count for size, count in each) / layers
+    return round(share * layers) * mean, float(max(size for size, _ in each))
 
 
 def attends_again(workload: Workload) -> list[int]:

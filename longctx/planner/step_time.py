@@ -28,6 +28,7 @@ from longctx.planner.peak_memory import (
     KEPT,
     OPTIMIZER,
     attends_again,
+    frozen_on_host,
     optimizer_state,
     predict,
     trained_weights,
@@ -113,14 +114,17 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     }
     # copies to the host and back, beyond the computation that hides them
     away = predict(workload, 0).host[KEPT] if memory.offload else 0.0
+    # Weights come for forward and backward, and for each block that makes an input again
+    brought = frozen_on_host(workload)[0] * (2 + ((memory.keep_every or 1) - 1) / 2)
     compute, link = sum(per_micro.values()), min(LINK, chip.link)
     if memory.heads_at_once:
         # Tiles for each group come while the one before is computed, in backward alone
         tiles = (3 + projected / 2) * 2 * e * C * N * (memory.offload or 0.0) * model.layers
         hidden = 2 / 3 * BEHIND * (compute - per_micro["attention"] - loss)
-        waiting = max(0.0, tiles / link - hidden) + max(0.0, away / link - BEHIND * compute)
+        waiting = max(0.0, tiles / link - hidden)
+        waiting += max(0.0, (away + brought) / link - BEHIND * compute)
     else:
-        waiting = max(0.0, 2 * away / link - BEHIND * compute)
+        waiting = max(0.0, (2 * away + brought) / link - BEHIND * compute)
     per_micro["waiting for the host"] = waiting
     parts = {name: workload.accumulate * time for name, time in per_micro.items()}
     parts[OPTIMIZER] = update_seconds(workload, chip)

@@ -215,7 +215,8 @@ class Workload:
         rope, experts = model.rope_scaling.get("rope_type"), model.experts.count
         names = " or ".join(f"attention={name}" for name, x in DESCRIPTIONS.items() if x.capturable)
         first = self.memory.policies()[0] if policy == "auto" else policy
-        offload = self.memory.filled(first).offload
+        filled = self.memory.filled(first)
+        offload = filled.offload or filled.offload_weights
         reasons = (
             (self.device != "cuda", f"they are for a GPU, not device={self.device}; use a GPU"),
             (several, "they are for one GPU alone; use devices=1 strategy=auto"),
@@ -233,7 +234,7 @@ class Workload:
                 rope in ("dynamic", "longrope"),
                 f"rope_type={rope} follows the length of each document; use another",
             ),
-            (offload, f"memory={policy} copies activations to the host; use memory.offload=0"),
+            (offload, f"memory={policy} copies to and from the host; use memory.offload=0"),
         )
         return next((reason for holds, reason in reasons if holds), None)
 

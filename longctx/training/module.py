@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from longctx.model import GPT, fp8, lora
+from longctx.model import GPT, fp8, lora, offload
 from longctx.model.gpt import build
 from longctx.parallel import sharding
 from longctx.parallel.devices import dtype_of
@@ -80,7 +80,10 @@ class TrainingModule(pl.LightningModule):
         if workload.precision == "fp8":
             fp8.convert(self.model, workload.bf16_layers)
         self.shard(self.model)
-        self.model.to_empty(device=device)
+        if share := workload.memory.offload_weights:
+            offload.allocate(self.model, share, device)
+        else:
+            self.model.to_empty(device=device)
 
         # The weights depend on the seed alone, not on the number of ranks
         torch.manual_seed(config.seed)

@@ -219,7 +219,7 @@ def opening(run: Run, machine: Machine) -> list[str]:
     device = f"CPU, {count_of(torch.get_num_threads(), 'thread')}"
     if workload.device == "cuda":
         device = torch.cuda.get_device_name()
-    moves = memory.offload or memory.optimizer_state == "host"
+    moves = memory.offload or memory.offload_weights or memory.optimizer_state == "host"
     added = workload.lora.parameters(workload.model)
     base = f" in {workload.lora.base}" if workload.lora.base else ""
     # Documents without text are counted: many of them hint at a wrong column

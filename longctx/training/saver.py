@@ -129,10 +129,7 @@ class Saver(AbstractContextManager["Saver"]):
             # Data workers and the cache of files need the rest
             if needed > hardware.COPY_SHARE * free:
                 raise MemoryError(f"more than half of the {free / GIB:.1f} that are free")
-            self.memory = [
-                pinned(size, torch.uint8) if is_cuda else torch.empty(size, dtype=torch.uint8)
-                for size in sizes
-            ]
+            self.memory = [pinned(size, torch.uint8, is_cuda) for size in sizes]
         except (MemoryError, RuntimeError) as error:
             self.has_memory = False
             copy = f"a copy to write from takes {needed / GIB:.1f} GiB of memory: {one_line(error)}"

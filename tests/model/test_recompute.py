@@ -3,7 +3,7 @@ tile and share on the host.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -21,6 +21,7 @@ from longctx.model.layers import Block
 from longctx.model.offload import HostBuffers, pinned
 from longctx.planner import block_memory
 from longctx.planner.peak_memory import attends_again
+from longctx.spec.experts import ExpertsConfig
 from longctx.spec.model_config import LoraConfig
 from tests.largest_tensor import LiveMemory
 from tests.planner.steps import workload
@@ -196,7 +197,7 @@ def test_a_group_of_heads_takes_predicted_memory(name, monkeypatch):
         tape.save(0, x, out, torch.empty(1, step.model.heads, tokens))
         with LiveMemory() as live:
             sums = recompute._Sums(block, recompute._trained(block))
-            recompute._block_backward(tape, 0, dy, sums)
+            recompute._block_backward(tape, 0, tape.input(0), dy, sums)
     lse = 4 * step.model.heads * tokens / through.head_parts
     expected = block_memory.attention_backward(spec, through) + lse
     assert live.peak + dy.nbytes == pytest.approx(expected, rel=0.01)
@@ -225,6 +226,51 @@ def test_groups_of_heads_and_attention_again_change_no_bit(parts, rank):
     assert grads[0] and all(map(torch.equal, *grads))
 
 
+def on_host(model: GPT) -> list[int]:
+    return [n for n, block in enumerate(model.blocks) if block.host.on_host]
+
+
+def present(model: GPT) -> list[int]:
+    return [n for n, block in enumerate(model.blocks) if block.host.on_device]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("parts", ["windows", "experts"])
+@pytest.mark.parametrize("way", ["balanced", "every second", "all of it"])
+def test_weights_on_the_host_change_no_bit(way, parts, device, monkeypatch):
+    """And those of one block more than compute are on the device."""
+    config, results = replace(CONFIG, layers=5, **PARTS.get(parts, {})), []
+    if parts == "experts":
+        config = replace(config, experts=ExpertsConfig(count=4, per_token=2, ffn=16))
+    for share in (0.0, 0.6, 1.0):
+        with torch.device("meta"):
+            model = make(replace(WAYS[way], offload_weights=share), config)
+            lora.add(model, LoraConfig(rank=8))
+        offload.allocate(model, share, torch.device(device))
+        generator = torch.Generator().manual_seed(1)
+        for weight in model.parameters():
+            weight.data.copy_(torch.randn(weight.shape, generator=generator) / 5)
+        numbers, seen = {id(block): n for n, block in enumerate(model.blocks)}, []
+        for name in ("before", "after"):
+            method = getattr(Block, name)
+
+            def noted(self, *arguments, method=method, **more):
+                seen.append((numbers[id(self)], present(model)))
+                return method(self, *arguments, **more)
+
+            monkeypatch.setattr(Block, name, noted)
+        model(*batch(device)).backward()
+        with torch.no_grad():
+            value = model(*batch(device))
+        monkeypatch.undo()
+        results.append([value, *(p.grad for p in model.parameters() if p.requires_grad)])
+        assert len(on_host(model)) == round(5 * share) and not present(model)
+        assert all(len(there) <= 2 for _, there in seen)
+        assert all((n in there) == (n in on_host(model)) for n, there in seen)
+    for others in results[1:]:
+        assert all(map(torch.equal, results[0], others))
+
+
 def test_blocks_with_short_windows_attend_again_first(monkeypatch):
     config, blocks = replace(CONFIG, window=20, window_layers=[1]), []
     memory = MemoryConfig("balanced", attention_again=0.34).filled("balanced")
@@ -240,10 +286,10 @@ def test_tiles_come_from_the_host_while_the_one_before_is_computed(monkeypatch):
     """As if the CPU were a GPU: "meta" has no values, so each copy is noted instead."""
     events, arrived = list[str](), list[weakref.ref[Tensor]]()
 
-    def copy(sources: Sequence[Tensor], targets: Sequence[Tensor], device: torch.device) -> None:
+    def copy(sources: Iterable[Tensor], targets: Iterable[Tensor], device: torch.device) -> None:
         others = sum(tile() is not None for tile in arrived)
-        events.append(f"copy {sources[0].shape[1]} next to {others}")
-        arrived.append(weakref.ref(targets[0]))
+        events.append(f"copy {next(iter(sources)).shape[1]} next to {others}")
+        arrived.append(weakref.ref(next(iter(targets))))
 
     monkeypatch.setattr(offload, "_copy", copy)
     x, there = torch.ones(1, 300, 8), torch.ones(1, 300, 8, device="meta")

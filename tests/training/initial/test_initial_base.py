@@ -43,6 +43,15 @@ def test_a_run_learns_on_it_and_resumes_to_the_bit(tuned):
     check_resumes_exactly(straight)
 
 
+def test_weights_on_the_host_train_the_same_run(tuned):
+    keys = LORA | {"lora__base": "nf4", "memory": "balanced", "max_steps": 4, "checkpoint_every": 2}
+    here = tuned("here", **keys)
+    away = tuned("away", memory__offload_weights=1, **keys)
+    assert validated(away) == validated(here)
+    torch.testing.assert_close(weights(away), weights(here), rtol=0, atol=0)
+    check_resumes_exactly(away)
+
+
 @pytest.mark.parametrize(("by", "packs"), [("never", 8), ("always", 14)])
 def test_it_is_exported_as_it_was_trained(by, packs, tuned, folder, tmp_path, capsys):
     run, merged, adapter = tmp_path / "runs" / "r", tmp_path / "a", tmp_path / "b"
@@ -68,6 +77,7 @@ def test_experts_learn_on_it_and_resume_to_the_bit(tuned, corpus, tmp_path):
     of_init = {"kind": "gpt_oss", **sizes, "num_experts_per_tok": 2}
     folder = saved_model(tmp_path / "experts", corpus, torch.bfloat16, **of_init)
     steps = {"init": folder, "lora__rank": 8, "lr": 0.01, "max_steps": 4, "checkpoint_every": 2}
+    steps |= {"memory": "balanced", "memory__offload_weights": 0.5}
     run, adapter = tuned("run", lora__base="nf4", **steps), tmp_path / "adapter"
     assert validated(run)[-1] < validated(run)[0]
     check_resumes_exactly(run)
