@@ -35,9 +35,9 @@ class MemoryConfig(Group):
     """Activations saved for backward, and their place; null: the value that the policy sets.
 
     policy: set by memory=NAME; auto: the fastest that fits of all values of the keys left null
-    recompute: computed again in backward: none | mlp | block (with flash: all but attention)
+    recompute: computed again in backward: none | block (with flash: all but attention)
     keep_every: with recompute=block: save the input of every n-th block only
-    mlp_tile: with recompute: tokens per tile of projections and MLP; 0: no tiles
+    mlp_tile: with recompute=block: tokens per tile of projections and MLP; 0: no tiles
     heads_at_once: with recompute=block: key heads whose q, k and v exist at one time; 0: all
     attention_again: with recompute=block: share of blocks, short windows first, that attend again
     offload: with recompute=block: share of the saved activations in pinned host memory
@@ -50,7 +50,7 @@ class MemoryConfig(Group):
 
     prefix = "memory."
     policy: str = key("auto", choices=("auto", *POLICIES), short=True)
-    recompute: str | None = key(None, choices=("none", "mlp", "block"))
+    recompute: str | None = key(None, choices=("none", "block"))
     keep_every: int | None = positive(None, limit=2**24)
     mlp_tile: int | None = key(None, between=(0, 2**24))
     heads_at_once: int | None = key(None, between=(0, 2**24))
@@ -83,11 +83,8 @@ class MemoryConfig(Group):
         """Return which keys contradict each other under `policy`; empty if none do."""
         filled = self.filled(policy)
         for name, off in OFF.items():
-            ways = ["mlp", "block"] if name == "mlp_tile" else ["block"]
-            value = getattr(filled, name)
-            if filled.recompute not in ways and value != off:
-                needed = f"memory.recompute={' or '.join(ways)}, not {filled.recompute}"
-                return f"memory.{name}={value} needs {needed}"
+            if filled.recompute != "block" and (value := getattr(filled, name)) != off:
+                return f"memory.{name}={value} needs memory.recompute=block, not none"
         return ""
 
     def filled(self, policy: str) -> MemoryConfig:

@@ -42,7 +42,6 @@ LARGE = 2**31  # elements, from which on offsets of 32 bits are wrong
 EXACT = 5e-5
 SIZES: dict[str, Any] = {"channels": 64, "heads": 4, "kv_heads": 4, "ffn": 96, "vocab_size": 97}
 POLICIES = (
-    MemoryConfig("fast", recompute="mlp", mlp_tile=50),
     MemoryConfig("balanced", mlp_tile=50),
     MemoryConfig("balanced", keep_every=2, attention_again=1.0),
 )

@@ -83,7 +83,6 @@ class TransformersConfig(GPTConfig):
             # Its matrices are not known
             f"optimizer={request.optimizer.name}": request.optimizer.traits.orthogonalizes,
             f"rope={request.rope.type}": request.rope not in (RopeConfig(), KEPT),
-            "memory.recompute=mlp": memory.recompute == "mlp",
             **{f"memory.{x}": getattr(memory, x) not in (None, y) for x, y in OFF.items()},
         }
         refuse(*((x, f"{key}: {THEIRS} without it; leave it out") for key, x in used.items()))

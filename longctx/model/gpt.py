@@ -25,7 +25,7 @@ from longctx.model.layers import Block, RMSNorm, StreamNorm
 from longctx.model.loss import IGNORED, ZLoss, linear_cross_entropy, shaped
 from longctx.model.mixer import Batch, Mixer
 from longctx.model.packed import is_packed
-from longctx.model.recompute import checkpointed_blocks, checkpointed_mlp, forward_in_tiles
+from longctx.model.recompute import checkpointed_blocks, forward_in_tiles
 from longctx.model.rope import Angles, Rope, Ropes
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Norm
@@ -295,18 +295,15 @@ class GPT(nn.Module):
     def _through_blocks(self, tokens: Tensor, angles: list[Angles], masks: list[Any]) -> Tensor:
         """Return x (B, T, C) after all blocks; the memory policy decides what they save."""
         # No name holds the first x while later blocks run: it may be a quarter of all memory
-        memory, training = self.memory, torch.is_grad_enabled()
-        recompute = memory.recompute if training else "none"
-        if recompute != "none" and torch.compiler.is_compiling():
-            # torch.compile of the whole model cannot trace what saves its own activations
-            return torch.compiler.disable(self._through_blocks)(tokens, angles, masks)
-        if recompute == "block":
+        memory = self.memory
+        if memory.recompute == "block" and torch.is_grad_enabled():
+            if torch.compiler.is_compiling():
+                # torch.compile of the whole model cannot trace what saves its own activations
+                return torch.compiler.disable(self._through_blocks)(tokens, angles, masks)
             return checkpointed_blocks(self.blocks, self.embedded(tokens), angles, masks, memory)
-        x, tile = self.embedded(tokens), memory.mlp_tile or 0
+        x, in_tiles = self.embedded(tokens), memory.mlp_tile or memory.offload_weights
         for block, own, mask in zip(self.blocks, angles, masks, strict=True):
-            if recompute == "mlp":
-                x = block.calling(checkpointed_mlp, x, own, mask, tile).view(x.shape)
-            elif (tile or memory.offload_weights) and not training:
+            if in_tiles:
                 x = block.calling(forward_in_tiles, x, own, mask, memory)
             else:
                 x = block(x, own, mask)

@@ -147,17 +147,17 @@ class HostWeights(Away):
 
 
 def allocate(model: Any, share: float, device: torch.device) -> None:
-    """Give the weights of `model` memory on `device`, but on the host to the frozen matrices of this
-    `share` of its blocks, spread evenly.
+    """Give the weights of `model` memory on `device`, but that of the host to the frozen matrices
+    of this `share` of its blocks, spread evenly.
     """
-    count = len(model.blocks)
-    away = [round((n + 1) * share) > round(n * share) for n in range(count)]
+    blocks, numbers = model.blocks, range(len(model.blocks))
+    away = [round((n + 1) * share) > round(n * share) for n in numbers]
 
-    def frozen() -> list[list[nn.Parameter]]:
-        each = (block.parameters() if is_away else () for block, is_away in zip(model.blocks, away))
-        return [[x for x in own if x.ndim == 2 and not x.requires_grad] for own in each]
+    def frozen(n: int) -> list[nn.Parameter]:
+        own = blocks[n].parameters() if away[n] else ()
+        return [x for x in own if x.ndim == 2 and not x.requires_grad]
 
-    on_host = {id(weight) for own in frozen() for weight in own}
+    on_host = {id(weight) for n in numbers for weight in frozen(n)}
 
     def memory_of(x: Tensor) -> Tensor:
         if id(x) not in on_host:
@@ -166,8 +166,8 @@ def allocate(model: Any, share: float, device: torch.device) -> None:
 
     model._apply(memory_of)
     following = None
-    for block, own in zip(reversed(model.blocks), reversed(frozen()), strict=True):
-        block.host = following = HostWeights(own, device, following)
+    for n in reversed(numbers):
+        blocks[n].host = following = HostWeights(frozen(n), device, following)
 
 
 def arriving(parts: Iterable[tuple[Tensor, ...]], device: torch.device) -> Iterator[list[Tensor]]:

@@ -58,15 +58,6 @@ def checkpointed_blocks(
     return x.view(tape.shape)
 
 
-def checkpointed_mlp(block: Any, x: Tensor, angles: Angles, mask: Mask, tile: int) -> Tensor:
-    """block(x, angles, mask) as (1, B·T, C), after attention saving nothing but x and its output:
-    memory.recompute=mlp.
-    """
-    out = block.attention(*block.before(x, *angles), mask)
-    flat = x.reshape(1, -1, x.shape[-1]), out.reshape(1, -1, *out.shape[2:])
-    return _After.apply(*flat, block, tile, *_trained(block))
-
-
 def forward_in_tiles(
     block: Any, x: Tensor, angles: Angles, mask: Mask, memory: MemoryConfig
 ) -> Tensor:
@@ -329,28 +320,6 @@ def _mixer_backward(tape: _Tape, i: int, do: Tensor, tensors: Tokens, sums: _Sum
     sums.add(found[len(leaves) :])
     each = zip(found, tensors, strict=False)
     return tuple(torch.zeros_like(t) if g is None else g.reshape(t.shape) for g, t in each)
-
-
-class _After(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, out: Tensor, block: Any, tile: int, *weights: Tensor
-    ) -> Tensor:
-        ctx.block, ctx.tile, ctx.weights = block, tile, weights
-        ctx.surroundings = _Surroundings(x.device.type)
-        ctx.save_for_backward(x, out)
-        with ctx.surroundings.restored():
-            return in_tiles(block.after, tile, (x, out))[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        sums, (x, out) = _Sums(ctx.block, ctx.weights), ctx.saved_tensors
-        after = partial(ctx.block.after, needs_value=False)
-        into = None if _one_tile(ctx.tile, x) else [torch.empty_like(x), torch.empty_like(out)]
-        with ctx.surroundings.restored():
-            dx, do = gradients_in_tiles(after, ctx.tile, (x, out), (), (dy,), sums, into)
-        return dx, do, None, None, *sums.gradients()
 
 
 def in_tiles(

@@ -32,7 +32,7 @@ def kept(block: BlockSpec, p: Pass) -> Iterator[Kept]:
         return
     # A product saves its input: without a norm the stream itself, or its copy in FP8
     reads_stream = block.attention_norm is None
-    if not (reads_stream and p.fp8_input and p.recompute == "none"):
+    if not (reads_stream and p.fp8_input):
         yield Kept(e * C * N, ATTENTION)
     yield Kept((p.fp8_input if reads_stream else p.fp8_input or e) * C * N, ATTENTION)
     yield Kept(0 if reads_stream else FP32 * N, ATTENTION)  # 1 / rms
@@ -42,8 +42,7 @@ def kept(block: BlockSpec, p: Pass) -> Iterator[Kept]:
     if attention.model.sinks and not p.backend.fuses_sinks:
         # The output that they scaled; their share, before and after masking, and the mask
         yield Kept((e * attention.query_size + (2 * FP32 + 1) * heads) * N, ATTENTION)
-    if p.recompute == "none":
-        yield from kept_after(block, p)
+    yield from kept_after(block, p)
 
 
 def output(attention: AttentionSpec, p: Pass) -> float:
@@ -189,5 +188,5 @@ def attention_workspace(part: AttentionSpec, p: Pass) -> float:
 
 
 def weights_after(block: BlockSpec) -> int:
-    """Count the weights of the linear layers after attention, where recompute=mlp begins."""
+    """Count the weights of the linear layers after attention."""
     return block.weights - block.attention.linears[0].weights

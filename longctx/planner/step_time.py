@@ -81,9 +81,9 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     before = sum(block.attention.linears[0].weights for block in blocks) / L
     after = sum(block.multiplied for block in blocks) / L - before
     inner = sum(block.mlp.moved for block in blocks) / L
-    again: float = {"none": 0, "mlp": after, "block": before + after}[memory.recompute or "none"]
     # The n-th block after a saved input computes those of n blocks again
-    again += after * ((memory.keep_every or 1) - 1) / 2 if memory.recompute == "block" else 0
+    every = memory.keep_every or 1
+    again = before + after * (every + 1) / 2 if memory.recompute == "block" else 0.0
     # A group of heads projects all of them, in both passes and for an output made again
     groups = workload.head_parts if memory.heads_at_once else 1
     projected = groups * (2 + (memory.attention_again or 0.0)) - 2
@@ -115,7 +115,7 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     # copies to the host and back, beyond the computation that hides them
     away = predict(workload, 0).host[KEPT] if memory.offload else 0.0
     # Weights come for forward and backward, and for each block that makes an input again
-    brought = frozen_on_host(workload)[0] * (2 + ((memory.keep_every or 1) - 1) / 2)
+    brought = frozen_on_host(workload)[0] * (every + 3) / 2
     compute, link = sum(per_micro.values()), min(LINK, chip.link)
     if memory.heads_at_once:
         # Tiles for each group come while the one before is computed, in backward alone

@@ -214,8 +214,7 @@ class Workload:
         several = self.devices > 1 or self.sharing != Strategy()
         rope, experts = model.rope_scaling.get("rope_type"), model.experts.count
         names = " or ".join(f"attention={name}" for name, x in DESCRIPTIONS.items() if x.capturable)
-        first = self.memory.policies()[0] if policy == "auto" else policy
-        filled = self.memory.filled(first)
+        filled = self.memory.filled(self.memory.policies()[0])
         offload = filled.offload or filled.offload_weights
         reasons = (
             (self.device != "cuda", f"they are for a GPU, not device={self.device}; use a GPU"),

@@ -198,7 +198,7 @@ def test_a_name_has_what_differs():
     words = ["seq_len=16384", "lr=0.003", "max_steps=5", "data.documents=9", "workers=0"]
     composed = compose(*words)
     assert run_folder.stem(composed.choices, 16384, composed.overrides) == "tiny-flash-16k-lr0.003"
-    dull = {"batch_size": "4", "accumulate": "1", "memory.recompute": "mlp", "seed": "7"}
+    dull = {"batch_size": "4", "accumulate": "1", "memory.recompute": "block", "seed": "7"}
     assert run_folder.stem(composed.choices, 64, dull).endswith("-flash-64-seed7")
     own = {f"model.{key}": "1" for key in ("layers", "heads", "ffn", "channels")}
     assert run_folder.stem(composed.choices, 64, own) == "own-flash-64"

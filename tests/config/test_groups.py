@@ -74,7 +74,7 @@ def test_a_changed_policy_is_not_called_by_its_name_alone():
     assert str(MemoryConfig("balanced", recompute="none")) == "balanced memory.recompute=none"
     assert str(MemoryConfig("fast")) == "fast"
     assert str(MemoryConfig("balanced").filled("balanced")) == "balanced"
-    assert str(MemoryConfig("auto", recompute="mlp")) == "auto memory.recompute=mlp"
+    assert str(MemoryConfig("auto", recompute="none")) == "auto memory.recompute=none"
 
 
 def test_every_answer_is_a_key_or_a_value_of_ours():

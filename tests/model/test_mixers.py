@@ -82,7 +82,6 @@ def test_layers_repeat_and_attention_alone_is_the_default():
 
 
 MEMORIES = (
-    MemoryConfig("fast", recompute="mlp", mlp_tile=7),
     MemoryConfig("balanced"),
     MemoryConfig("balanced", mlp_tile=9),
     MemoryConfig("balanced", keep_every=2, mlp_tile=9),
@@ -178,7 +177,7 @@ def test_forward_saves_what_the_cost_says():
     assert sum(saved.values()) == pytest.approx(tokens * layer.part.cost(4).saved, rel=0.02)
 
 
-@pytest.mark.parametrize("recompute", ["none", "mlp", "block"])
+@pytest.mark.parametrize("recompute", ["none", "block"])
 def test_the_planner_counts_what_the_cost_says(recompute, monkeypatch):
     block, model = small("short").config.blocks[0], small("short").config
     step = workload_of(TrainConfig(model=model, memory=MemoryConfig("fast")), "cuda", 64)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -32,8 +33,6 @@ CONFIG = GPTConfig(
 B, T = 2, 150
 WAYS = {
     "balanced": MemoryConfig("balanced"),
-    "mlp": MemoryConfig("fast", recompute="mlp"),
-    "mlp in tiles": MemoryConfig("fast", recompute="mlp", mlp_tile=128),
     "tiles": MemoryConfig("balanced", mlp_tile=128),
     "every second": MemoryConfig("balanced", keep_every=2),
     "the first alone": MemoryConfig("balanced", keep_every=9, mlp_tile=200),
@@ -46,10 +45,7 @@ WAYS = {
 
 
 # Of tests that change the model and not the way: saving all, and a way of each kind
-FEW = {
-    "fast": MemoryConfig("fast"),
-    **{way: WAYS[way] for way in ("mlp in tiles", "balanced", "long")},
-}
+FEW = {"fast": MemoryConfig("fast"), **{way: WAYS[way] for way in ("tiles", "balanced", "long")}}
 
 
 def make(
@@ -82,12 +78,12 @@ def saved() -> dict[str, list[Tensor]]:
     ("attention", "way"),
     [
         *(("flash", way) for way in WAYS),
-        *((other, way) for other in ("naive", "sdpa") for way in ("mlp", "tiles")),
+        *((other, way) for other in ("naive", "sdpa") for way in ("balanced", "tiles")),
         *(
             pytest.param(other, way, marks=pytest.mark.slow)
             for other in ("naive", "sdpa")
             for way in WAYS
-            if way not in ("mlp", "tiles")
+            if way not in ("balanced", "tiles")
         ),
     ],
 )
@@ -105,7 +101,7 @@ def test_gradients_are_those_of_saving_all(attention, way, saved, monkeypatch):
 @pytest.mark.parametrize(
     ("way", "device", "compiled"),
     [
-        *((way, "cpu", False) for way in ("balanced", "mlp in tiles", "long")),
+        *((way, "cpu", False) for way in ("balanced", "tiles", "long")),
         *(
             pytest.param(way, "cuda", compiled, marks=pytest.mark.gpu)
             for way in WAYS
@@ -230,15 +226,27 @@ def on_host(model: GPT) -> list[int]:
     return [n for n, block in enumerate(model.blocks) if block.host.on_host]
 
 
-def present(model: GPT) -> list[int]:
-    return [n for n, block in enumerate(model.blocks) if block.host.on_device]
+def watched(model: GPT, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
+    """Each part of a block that computes: the block's number, and those with weights brought."""
+    seen = list[tuple[int, list[int]]]()
+    numbers = {id(block): n for n, block in enumerate(model.blocks)}
+    for name in ("before", "after"):
+        method = getattr(Block, name)
+
+        def noted(self: Block, *arguments: Any, method: Any = method, **more: Any) -> Any:
+            brought = [n for n, block in enumerate(model.blocks) if block.host.on_device]
+            seen.append((numbers[id(self)], brought))
+            return method(self, *arguments, **more)
+
+        monkeypatch.setattr(Block, name, noted)
+    return seen
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("parts", ["windows", "experts"])
 @pytest.mark.parametrize("way", ["balanced", "every second", "all of it"])
 def test_weights_on_the_host_change_no_bit(way, parts, device, monkeypatch):
-    """And those of one block more than compute are on the device."""
+    """And those of two blocks at most are on the device."""
     config, results = replace(CONFIG, layers=5, **PARTS.get(parts, {})), []
     if parts == "experts":
         config = replace(config, experts=ExpertsConfig(count=4, per_token=2, ffn=16))
@@ -250,23 +258,17 @@ def test_weights_on_the_host_change_no_bit(way, parts, device, monkeypatch):
         generator = torch.Generator().manual_seed(1)
         for weight in model.parameters():
             weight.data.copy_(torch.randn(weight.shape, generator=generator) / 5)
-        numbers, seen = {id(block): n for n, block in enumerate(model.blocks)}, []
-        for name in ("before", "after"):
-            method = getattr(Block, name)
-
-            def noted(self, *arguments, method=method, **more):
-                seen.append((numbers[id(self)], present(model)))
-                return method(self, *arguments, **more)
-
-            monkeypatch.setattr(Block, name, noted)
-        model(*batch(device)).backward()
-        with torch.no_grad():
-            value = model(*batch(device))
-        monkeypatch.undo()
+        with monkeypatch.context() as patches:
+            seen = watched(model, patches)
+            model(*batch(device)).backward()
+            with torch.no_grad():
+                value = model(*batch(device))
         results.append([value, *(p.grad for p in model.parameters() if p.requires_grad)])
-        assert len(on_host(model)) == round(5 * share) and not present(model)
-        assert all(len(there) <= 2 for _, there in seen)
-        assert all((n in there) == (n in on_host(model)) for n, there in seen)
+        assert len(on_host(model)) == round(5 * share)
+        assert not any(block.host.on_device for block in model.blocks)
+        assert {n for n, _ in seen} == set(range(5))
+        assert all(len(brought) <= 2 for _, brought in seen)
+        assert all((n in brought) == (n in on_host(model)) for n, brought in seen)
     for others in results[1:]:
         assert all(map(torch.equal, results[0], others))
 
@@ -348,7 +350,7 @@ def test_compiled_parts_share_their_graphs():
     assert len(graphs) <= 4  # before and after, each with and without gradient
 
 
-@pytest.mark.parametrize("way", ["mlp", "long"])
+@pytest.mark.parametrize("way", ["balanced", "long"])
 def test_the_whole_model_can_be_compiled(way):
     torch.compiler.reset()
     model = make(WAYS[way])
@@ -357,7 +359,7 @@ def test_the_whole_model_can_be_compiled(way):
         torch.testing.assert_close(weight.grad, expected)
 
 
-@pytest.mark.parametrize("way", ["mlp", "long"])
+@pytest.mark.parametrize("way", ["balanced", "long"])
 def test_weights_that_left_before_backward_are_refused(way):
     model = make(WAYS[way])
     others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}

@@ -35,7 +35,6 @@ from tests.training.sample_run import on_all_ranks, sample_run
 
 MEMORIES = (
     MemoryConfig("fast"),
-    MemoryConfig("fast", recompute="mlp", mlp_tile=7),
     MemoryConfig("balanced"),
     MemoryConfig("balanced", keep_every=2, mlp_tile=5),
     MemoryConfig("balanced", keep_every=3),
