@@ -157,6 +157,9 @@ def allocate(model: Any, share: float, device: torch.device) -> None:
         own = blocks[n].parameters() if away[n] else ()
         return [x for x in own if x.ndim == 2 and not x.requires_grad]
 
+    if not any(away):
+        model.to_empty(device=device)
+        return
     on_host = {id(weight) for n in numbers for weight in frozen(n)}
 
     def memory_of(x: Tensor) -> Tensor:

@@ -107,9 +107,7 @@ def write(tensor: Tensor, source: Any, first: int = 0) -> None:
 
 
 def draw(tensor: Tensor, fill: Callable[[Tensor], Any]) -> None:
-    """Fill `tensor` at random on the default device, with the same values however it is sharded or
-    if its memory is that of the host.
-    """
+    """Fill `tensor` at random, with the same values however it is sharded, and on the host."""
     device = torch.get_default_device()
     if not isinstance(tensor, DTensor) and tensor.device == device:
         fill(tensor)

@@ -80,10 +80,7 @@ class TrainingModule(pl.LightningModule):
         if workload.precision == "fp8":
             fp8.convert(self.model, workload.bf16_layers)
         self.shard(self.model)
-        if share := workload.memory.offload_weights:
-            offload.allocate(self.model, share, device)
-        else:
-            self.model.to_empty(device=device)
+        offload.allocate(self.model, workload.memory.offload_weights or 0.0, device)
 
         # The weights depend on the seed alone, not on the number of ranks
         torch.manual_seed(config.seed)

@@ -222,35 +222,14 @@ def test_groups_of_heads_and_attention_again_change_no_bit(parts, rank):
     assert grads[0] and all(map(torch.equal, *grads))
 
 
-def on_host(model: GPT) -> list[int]:
-    return [n for n, block in enumerate(model.blocks) if block.host.on_host]
-
-
-def watched(model: GPT, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
-    """Each part of a block that computes: the block's number, and those with weights brought."""
-    seen = list[tuple[int, list[int]]]()
-    numbers = {id(block): n for n, block in enumerate(model.blocks)}
-    for name in ("before", "after"):
-        method = getattr(Block, name)
-
-        def noted(self: Block, *arguments: Any, method: Any = method, **more: Any) -> Any:
-            brought = [n for n, block in enumerate(model.blocks) if block.host.on_device]
-            seen.append((numbers[id(self)], brought))
-            return method(self, *arguments, **more)
-
-        monkeypatch.setattr(Block, name, noted)
-    return seen
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("parts", ["windows", "experts"])
+@pytest.mark.parametrize("parts", [PARTS["windows"], {"experts": ExpertsConfig(4, ffn=16)}])
 @pytest.mark.parametrize("way", ["balanced", "every second", "all of it"])
 def test_weights_on_the_host_change_no_bit(way, parts, device, monkeypatch):
     """And those of two blocks at most are on the device."""
-    config, results = replace(CONFIG, layers=5, **PARTS.get(parts, {})), []
-    if parts == "experts":
-        config = replace(config, experts=ExpertsConfig(count=4, per_token=2, ffn=16))
-    for share in (0.0, 0.6, 1.0):
+    config, after = replace(CONFIG, layers=5, **parts), Block.after
+
+    def results(share: float) -> list[Tensor]:
         with torch.device("meta"):
             model = make(replace(WAYS[way], offload_weights=share), config)
             lora.add(model, LoraConfig(rank=8))
@@ -258,19 +237,23 @@ def test_weights_on_the_host_change_no_bit(way, parts, device, monkeypatch):
         generator = torch.Generator().manual_seed(1)
         for weight in model.parameters():
             weight.data.copy_(torch.randn(weight.shape, generator=generator) / 5)
-        with monkeypatch.context() as patches:
-            seen = watched(model, patches)
-            model(*batch(device)).backward()
-            with torch.no_grad():
-                value = model(*batch(device))
-        results.append([value, *(p.grad for p in model.parameters() if p.requires_grad)])
-        assert len(on_host(model)) == round(5 * share)
-        assert not any(block.host.on_device for block in model.blocks)
-        assert {n for n, _ in seen} == set(range(5))
-        assert all(len(brought) <= 2 for _, brought in seen)
-        assert all((n in brought) == (n in on_host(model)) for n, brought in seen)
-    for others in results[1:]:
-        assert all(map(torch.equal, results[0], others))
+        hosts = [block.host for block in model.blocks if block.host and block.host.on_host]
+        assert len(hosts) == round(5 * share)
+
+        def noted(self: Block, *arguments: Any, **more: Any) -> Tensor:
+            assert self.host not in hosts or self.host.on_device
+            assert sum(host.on_device is not None for host in hosts) <= 2
+            return after(self, *arguments, **more)
+
+        monkeypatch.setattr(Block, "after", noted)
+        model(*batch(device)).backward()
+        with torch.no_grad():
+            value = model(*batch(device))
+        assert not any(host.on_device for host in hosts)
+        return [value, *(p.grad for p in model.parameters() if p.requires_grad)]
+
+    here, *away = map(results, (0.0, 0.6, 1.0))
+    assert all(torch.equal(x, y) for each in away for x, y in zip(here, each, strict=True))
 
 
 def test_blocks_with_short_windows_attend_again_first(monkeypatch):
