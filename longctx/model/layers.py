@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Self
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from longctx.attention import Attention, Mask, Scores
 from longctx.attention.description import AttentionConfig
 from longctx.kernels import HAS_TRITON, linear
-from longctx.model.offload import HostWeights
+from longctx.model.offload import Away, present
 from longctx.model.rope import Angles, rotate
 from longctx.spec import parts
 
@@ -238,7 +237,7 @@ class Block(nn.Module):
         # The gradient of a norm needs its input, so the MLP's value is computed for it.
         self.always_needs_value = described.mlp_out_norm is not None
 
-    host: HostWeights | None = None  # weights that are in host memory between calls
+    away = Away({}, torch.device("cpu"))  # weights that are in host memory between calls
 
     def unshard(self) -> None:
         """Nothing, since the weights are whole; torch's fully_shard puts its own method first."""
@@ -247,12 +246,8 @@ class Block(nn.Module):
         """function(self, *arguments) as a forward of the block, with what a call of it brings:
         sharded weights are gathered for it, and those on the host arrive.
         """
-        with self.present(self.host and self.host.following):
+        with present(self.away, self.away.following):
             return function(self, *arguments)
-
-    def present(self, ahead: HostWeights | None) -> AbstractContextManager[None]:
-        """Have the weights on the device inside the block; those `ahead` arrive meanwhile."""
-        return nullcontext() if self.host is None else self.host.present(ahead)
 
     def scaled(self, branch: Tensor) -> Tensor:
         """Return what a branch adds to the residual stream."""

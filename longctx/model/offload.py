@@ -69,6 +69,8 @@ def stays(problem: str) -> None:
 class Away:
     """Tensors by name in host memory, and on a device while they are needed there."""
 
+    following: Away | None = None  # those of the next block
+
     def __init__(self, on_host: dict[Any, Tensor], device: torch.device) -> None:
         self.on_host, self.device = on_host, device
         self.on_device: dict[Any, Tensor] | None = None
@@ -77,9 +79,8 @@ class Away:
     def prefetch(self) -> None:
         """Begin to copy them to the device, unless they are there."""
         if self.on_device is None:
-            self.on_device = {
-                name: torch.empty_like(x, device=self.device) for name, x in self.on_host.items()
-            }
+            device, sources = self.device, self.on_host.items()
+            self.on_device = {name: torch.empty_like(x, device=device) for name, x in sources}
             self.copied = _copy(self.on_host.values(), self.on_device.values(), self.device)
 
     def tensors(self, brings: bool = True) -> dict[Any, Tensor]:
@@ -120,30 +121,19 @@ class SavedTensors(Away):
         self.on_device = None
 
 
-class HostWeights(Away):
-    """Frozen `weights` of a block, in host memory but while the block computes; none: all of them
-    stay on the device.
-    """
-
-    def __init__(
-        self, weights: list[nn.Parameter], device: torch.device, following: HostWeights | None
-    ) -> None:
-        super().__init__({weight: weight.data for weight in weights}, device)
-        self.following = following  # those of the next block
-
-    @contextlib.contextmanager
-    def present(self, ahead: HostWeights | None) -> Iterator[None]:
-        """Have the weights on the device inside the block; those `ahead` arrive meanwhile."""
-        for weight, x in self.tensors().items():
+@contextlib.contextmanager
+def present(weights: Away, ahead: Away | None) -> Iterator[None]:
+    """Have `weights` of a block on the device inside the with; those `ahead` arrive meanwhile."""
+    for weight, x in weights.tensors().items():
+        weight.data = x
+    if ahead is not None:
+        ahead.prefetch()
+    try:
+        yield
+    finally:
+        for weight, x in weights.on_host.items():
             weight.data = x
-        if ahead is not None:
-            ahead.prefetch()
-        try:
-            yield
-        finally:
-            for weight, x in self.on_host.items():
-                weight.data = x
-            self.on_device = None  # the block after the next takes their memory
+        weights.on_device = None  # the block after the next takes their memory
 
 
 def allocate(model: Any, share: float, device: torch.device) -> None:
@@ -170,7 +160,8 @@ def allocate(model: Any, share: float, device: torch.device) -> None:
     model._apply(memory_of)
     following = None
     for n in reversed(numbers):
-        blocks[n].host = following = HostWeights(frozen(n), device, following)
+        blocks[n].away = Away({weight: weight.data for weight in frozen(n)}, device)
+        blocks[n].away.following, following = following, blocks[n].away
 
 
 def arriving(parts: Iterable[tuple[Tensor, ...]], device: torch.device) -> Iterator[list[Tensor]]:

@@ -34,7 +34,7 @@ from longctx.attention import Mask
 from longctx.config.layout_config import MemoryConfig, tile_size
 from longctx.model.experts import balancing, running
 from longctx.model.mixer import Mixer
-from longctx.model.offload import HostBuffers, SavedTensors, arriving
+from longctx.model.offload import HostBuffers, SavedTensors, arriving, present
 from longctx.model.rope import Angles
 
 Tokens = tuple[Tensor, ...]  # each (1, B·T, ...): the tokens of all rows, one after another
@@ -184,7 +184,7 @@ class _Tape:
         for j in range(first, i):
             # FSDP has resharded it; its own backward comes next, and shards it again
             self.blocks[j].unshard()
-            with self.blocks[j].present(self.blocks[j + 1].host):
+            with present(self.blocks[j].away, self.blocks[j + 1].away):
                 y = self.after(j, x, self.output(j, x)["out"])
             self.held = None  # its place is free
             self.held = self.holder(j + 1, -1, {"x": y})
@@ -225,8 +225,8 @@ class _Block(torch.autograd.Function):
         with tape.surroundings.restored():
             x = tape.input(i)
             # The block below begins at the last input that was saved
-            ahead = tape.blocks[tape.first(i - 1)].host if i else None
-            with tape.blocks[i].present(ahead):
+            ahead = tape.blocks[tape.first(i - 1)].away if i else None
+            with present(tape.blocks[i].away, ahead):
                 dx = _block_backward(tape, i, x, dy.contiguous(), sums)
         del tape.saved[i]
         tape.outputs.pop(i, None)
@@ -329,13 +329,12 @@ def in_tiles(
     from the host.
     """
     with torch.no_grad():
-        if _one_tile(tile, inputs[0]):
-            (own,) = arriving([inputs], device or inputs[0].device)
-            return _tuple(function(*own))
         outputs: Tokens = ()
         tokens = inputs[0].shape[1]
         for at, own in _arriving_tiles(tile, inputs, device or inputs[0].device):
             parts = _tuple(function(*own))
+            if _one_tile(tile, inputs[0]):
+                return parts
             outputs = outputs or tuple(p.new_empty(1, tokens, *p.shape[2:]) for p in parts)
             for output, part in zip(outputs, parts, strict=True):
                 output[:, at] = part

@@ -226,11 +226,11 @@ def test_weights_on_the_host_change_no_bit(way, parts, device, monkeypatch):
         generator = torch.Generator().manual_seed(1)
         for weight in model.parameters():
             weight.data.copy_(torch.randn(weight.shape, generator=generator) / 5)
-        hosts = [block.host for block in model.blocks if block.host and block.host.on_host]
+        hosts = [block.away for block in model.blocks if block.away.on_host]
         assert len(hosts) == round(5 * share)
 
         def noted(self: Block, *arguments: Any, **more: Any) -> Tensor:
-            assert self.host not in hosts or self.host.on_device
+            assert self.away not in hosts or self.away.on_device
             assert sum(host.on_device is not None for host in hosts) <= 2
             return after(self, *arguments, **more)
 
