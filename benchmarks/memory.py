@@ -53,13 +53,12 @@ class Options(Group):
 
     models: tuple[str, ...] = key(("124m", "1b"), "presets")
     layers: int = key(3, "of each model")
-    policies: tuple[str, ...] = key(("fast", "balanced", "long"), "memory=")
+    policies: tuple[str, ...] = key(("fast", "balanced"), "memory=")
     backends: tuple[str, ...] = key(
         ("flash", "flash:portable", "sdpa", "naive"),
         "attention backends; BACKEND:KERNEL picks its kernel option",
     )
     lengths: tuple[int, ...] = key((8192, 65536), "tokens of a sequence")
-    long_lengths: tuple[int, ...] = key((16384, 262144), "those of memory=long")
     naive_lengths: tuple[int, ...] = key((2048, 4096), "those of naive attention")
     lora_models: tuple[str, ...] = key(
         ("1b", "8b"), "presets trained by lora.rank=16 too, with the first backend"
@@ -125,8 +124,7 @@ def combinations(options: Options, overrides: list[str]) -> Iterator[tuple[str, 
         chosen += ["graphs=false"]  # two steps are too few to capture
         chosen += [f"attention.options.kernel={kernel}"] if kernel else []
         chosen += [lora] if lora else []
-        lengths = options.long_lengths if policy == "long" else options.lengths
-        for length in options.naive_lengths if backend == "naive" else lengths:
+        for length in options.naive_lengths if backend == "naive" else options.lengths:
             run = training_run([*chosen, f"seq_len={length}", *overrides], "cuda")
             yield model, replace(run, val_rows=1)
 

@@ -48,8 +48,8 @@ SETTINGS = {  # as the page shows it → overrides that it takes
 KEYS = """# Keys
 
 Every key of `train.py` and `eval.py`, written by `python -m benchmarks reference` from the code.
-`--help` has the same texts. A key of a group is given as `memory.policy=long`; many groups have
-presets, as `memory=long`.
+`--help` has the same texts. A key of a group is given as `memory.policy=fast`; many groups have
+presets, as `memory=fast`.
 """
 COMBINATIONS = """# What combines with what
 

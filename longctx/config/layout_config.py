@@ -12,14 +12,12 @@ from longctx.config.fields import Group, key, positive
 
 # Logits of a chunk of the loss, tokens × words; 2^29 are 1 GiB in bf16. With mlp_tile=16384 they
 # bring 1b at 65,536 tokens from 40.2 to 25.8 GiB; the step takes 2% longer (results/peers-1b.json)
-LOGITS = {"fast": 2**29, "balanced": 2**29, "long": 2**27}
+LOGITS = 2**29
 # Values with which a key does nothing
 OFF: Any = {"keep_every": 1, "mlp_tile": 0, "heads_at_once": 0, "attention_again": 0, "offload": 0}
 OFF |= {"offload_weights": 0}
 NOTHING_TWICE: dict[str, Any] = {"recompute": "none", **OFF, "optimizer_state": "fp32"}
-TILED = {"keep_every": 2, "mlp_tile": 32768, "offload": 0.6, "optimizer_state": "host"}
-BLOCK = NOTHING_TWICE | {"recompute": "block"}
-POLICIES = {"fast": NOTHING_TWICE, "balanced": BLOCK, "long": BLOCK | TILED}
+POLICIES = {"fast": NOTHING_TWICE, "balanced": NOTHING_TWICE | {"recompute": "block"}}
 
 
 def tile_size(tokens: int, limit: int) -> int:
@@ -43,8 +41,7 @@ class MemoryConfig(Group):
     offload: with recompute=block: share of the saved activations in pinned host memory
     offload_weights: with recompute=block and LoRA on one device: share of the blocks whose frozen
         matrices are in pinned host memory, and arrive while the block before computes
-    loss_chunk: tokens whose logits exist at one time; null: up to 16,384, fewer in long; on a CPU
-        1,024
+    loss_chunk: tokens whose logits exist at one time; null: up to 16,384, on a CPU 1,024
     optimizer_state: AdamW's moments or Muon's momentum: fp32 | bf16 | host: fp32 in pinned memory
     """
 
@@ -76,7 +73,9 @@ class MemoryConfig(Group):
         """Return the possible policies, the fastest first: its own, or for auto all that allow
         the other keys.
         """
-        names = list(POLICIES) if self.policy == "auto" else [self.policy]
+        names = [self.policy]
+        if self.policy == "auto":
+            names = [x for x in POLICIES if self.recompute in (None, POLICIES[x]["recompute"])]
         return [name for name in names if not self.contradiction(name)]
 
     def contradiction(self, policy: str) -> str:
@@ -104,7 +103,7 @@ class MemoryConfig(Group):
         """Return the tokens whose logits exist at one time on "cuda" or "cpu"."""
         if self.loss_chunk is not None or device == "cpu":
             return self.loss_chunk or 1024
-        return max(128, min(16384, LOGITS[self.policy] // vocab_size // 128 * 128))
+        return max(128, min(16384, LOGITS // vocab_size // 128 * 128))
 
 
 @dataclass

@@ -32,7 +32,6 @@ from torch import Tensor
 from longctx.attention import Attention, Mask
 from longctx.attention.context_parallel import Context
 from longctx.attention.naive import by_triton, splits_keys
-from longctx.config.layout_config import POLICIES
 from longctx.model.gpt import GPT
 from longctx.model.mixer import Mixer
 from longctx.model.recompute import in_tiles
@@ -113,7 +112,7 @@ class Decoder:
         angles = self.model.angles(mask, shards, (1, N), self.device)
 
         # In tiles always, which costs nothing without gradients: an MLP over 1M tokens is 80 GiB.
-        tile = self.model.memory.mlp_tile or POLICIES["long"]["mlp_tile"]
+        tile = self.model.memory.mlp_tile or 32768
 
         def forward(n: int, block: Any, x: Tensor) -> Tensor:
             tensors = in_tiles(block.before, tile, (x, *angles[n]))

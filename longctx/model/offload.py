@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import count
 from typing import Any, ClassVar
 
 import torch
@@ -33,9 +34,8 @@ class HostBuffers:
     @classmethod
     def of(cls, device: torch.device, block: int) -> HostBuffers:
         """Return the buffers of `block`; a second forward before its backward gets others."""
-        index = block
-        while (buffers := cls._pool.setdefault((device, index), cls())).in_use:
-            index += 1 << 20
+        each = (cls._pool.setdefault((device, n), cls()) for n in count(block, 1 << 20))
+        buffers = next(x for x in each if not x.in_use)
         buffers.in_use = True
         return buffers
 
@@ -137,20 +137,18 @@ def present(weights: Away, ahead: Away | None) -> Iterator[None]:
 
 
 def allocate(model: Any, share: float, device: torch.device) -> None:
-    """Give the weights of `model` memory on `device`, but that of the host to the frozen matrices
-    of this `share` of its blocks, spread evenly.
-    """
+    """Give `model`'s weights memory: of the host if frozen matrices of this `share` of blocks."""
     blocks, numbers = model.blocks, range(len(model.blocks))
-    away = [round((n + 1) * share) > round(n * share) for n in numbers]
 
     def frozen(n: int) -> list[nn.Parameter]:
-        own = blocks[n].parameters() if away[n] else ()
+        is_away = round((n + 1) * share) > round(n * share)  # spread evenly
+        own = blocks[n].parameters() if is_away else ()
         return [x for x in own if x.ndim == 2 and not x.requires_grad]
 
-    if not any(away):
+    on_host = {id(weight) for n in numbers for weight in frozen(n)}
+    if not on_host:
         model.to_empty(device=device)
         return
-    on_host = {id(weight) for n in numbers for weight in frozen(n)}
 
     def memory_of(x: Tensor) -> Tensor:
         if id(x) not in on_host:
@@ -165,13 +163,10 @@ def allocate(model: Any, share: float, device: torch.device) -> None:
 
 
 def arriving(parts: Iterable[tuple[Tensor, ...]], device: torch.device) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each of `parts` on `device`; if they are on the host, those of the next
-    part arrive while the GPU computes with these.
-    """
+    """Yield the tensors of each of `parts` on `device`; those of the next part arrive meanwhile."""
 
     def begun(sources: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Away]:
-        there = device.type
-        away = Away({n: x for n, x in enumerate(sources) if x.device.type != there}, device)
+        away = Away({n: x for n, x in enumerate(sources) if x.device.type != device.type}, device)
         away.prefetch()
         return sources, away
 
@@ -205,9 +200,7 @@ def _copy(
 
 
 def pinned(numel: int, dtype: torch.dtype, for_gpu: bool = True) -> Tensor:
-    """Return memory of `numel` elements, page-locked if it is `for_gpu`; MemoryError if there is
-    none.
-    """
+    """Return memory of `numel` elements, page-locked `for_gpu`; MemoryError if there is none."""
     if not for_gpu:
         return torch.empty(numel, dtype=dtype)
     # torch's own allocator would round the size up to a power of two. Pages of 2 MiB are touched

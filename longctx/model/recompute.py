@@ -89,6 +89,7 @@ class _Tape:
 
     def __post_init__(self) -> None:
         self.tile = self.memory.mlp_tile or 0  # tokens; 0: all
+        self.every = self.memory.keep_every or 1
         self.surroundings = _Surroundings(self.device.type)
         # Short windows cost least
         order = sorted(range(len(self.masks)), key=lambda i: self.masks[i].window or math.inf)
@@ -151,7 +152,7 @@ class _Tape:
         block, its input x.
         """
         tensors = {} if i in self.attends_again else self.results(i, out, lse)
-        if i % (self.memory.keep_every or 1) == 0:
+        if i % self.every == 0:
             tensors["x"] = x
         self.saved[i] = self.holder(i, i, tensors)
 
@@ -173,13 +174,9 @@ class _Tape:
     def tensors(self, saved: SavedTensors) -> dict[str, Tensor]:
         return saved.tensors(brings=not self.reads_host)
 
-    def first(self, i: int) -> int:
-        """Return the block whose saved input gives that of block i."""
-        return i - i % (self.memory.keep_every or 1)
-
     def input(self, i: int) -> Tensor:
         """x of block i: saved, or recomputed from what the blocks before it saved."""
-        first = self.first(i)
+        first = i - i % self.every
         x = self.tensors(self.saved[first])["x"]
         for j in range(first, i):
             # FSDP has resharded it; its own backward comes next, and shards it again
@@ -197,7 +194,7 @@ class _Tape:
         saved = self.tensors(self.saved[i])
         if "out" not in saved:
             if i not in self.outputs:
-                place = -2 - i % (self.memory.keep_every or 1)
+                place = -2 - i % self.every
                 results = self.results(i, *self.attend(i, x))
                 self.outputs[i] = self.holder(i, place, results)
             saved = self.tensors(self.outputs[i])
@@ -225,7 +222,7 @@ class _Block(torch.autograd.Function):
         with tape.surroundings.restored():
             x = tape.input(i)
             # The block below begins at the last input that was saved
-            ahead = tape.blocks[tape.first(i - 1)].away if i else None
+            ahead = tape.blocks[i - 1 - (i - 1) % tape.every].away if i else None
             with present(tape.blocks[i].away, ahead):
                 dx = _block_backward(tape, i, x, dy.contiguous(), sums)
         del tape.saved[i]
@@ -325,9 +322,7 @@ def _mixer_backward(tape: _Tape, i: int, do: Tensor, tensors: Tokens, sums: _Sum
 def in_tiles(
     function: Callable[..., Any], tile: int, inputs: Tokens, device: torch.device | None = None
 ) -> Tokens:
-    """function(*inputs) without gradients, `tile` tokens (0: all) at a time, which come to `device`
-    from the host.
-    """
+    """function(*inputs) without gradients, `tile` tokens (0: all) at a time, brought to `device`."""
     with torch.no_grad():
         outputs: Tokens = ()
         tokens = inputs[0].shape[1]

@@ -37,6 +37,7 @@ SEARCHED: dict[str, tuple[Any, ...]] = {
     "attention_again": (0.0, 0.5, 1.0),
     "offload": tuple(tenths / 10 for tenths in range(11)),
     "mlp_tile": (0, 32768, 8192),
+    "loss_chunk": (None, 1024),
 }
 # Settings of one way, by share on the host: each list differs in tiles and loss chunk alone
 Way = list[list[MemoryConfig]]
@@ -66,21 +67,20 @@ def _ways(keys: tuple[Any, ...], states: Sequence[str], closed: frozenset[str]) 
         options[name] = values if is_open and given is None else (given,)
     searches_heads = len(options["heads_at_once"]) > 1
 
-    def settings(recompute: str, *values: Any) -> Iterator[MemoryConfig]:
-        """Yield the possible settings of each policy and tile."""
-        for policy, tile in product(memory.policies(), options["mlp_tile"]):
-            x = replace(memory, **dict(zip(SEARCHED, (*values, tile), strict=True))).filled(policy)
+    *timed, shares, tiles, chunks = options.values()
+
+    def settings(policy: str, *values: Any) -> Iterator[MemoryConfig]:
+        """Yield the possible settings of each tile and loss chunk."""
+        for last in product(tiles, chunks):
+            x = replace(memory, **dict(zip(SEARCHED, (*values, *last), strict=True))).filled(policy)
             is_possible = x.optimizer_state in states and not x.contradiction(policy)
             # Without tiles the projections of all heads exist at one time
-            is_possible &= bool(x.mlp_tile or not (x.heads_at_once and searches_heads))
-            if is_possible and x.recompute == recompute:
+            if is_possible and (x.mlp_tile or not (x.heads_at_once and searches_heads)):
                 yield x
 
-    kinds = dict.fromkeys(memory.filled(policy).recompute for policy in memory.policies())
-    *timed, shares, _ = options.values()
     each = (
         [found for share in shares if (found := list(settings(*chosen, share)))]
-        for chosen in product(kinds, *timed)
+        for chosen in product(memory.policies(), *timed)
     )
     return [way for way in each if way]
 

@@ -28,7 +28,7 @@ def prediction(run: Run, machine: Machine) -> list[str]:
     peak, step = predicted_gib(run, has_model=False), run.plan.time
     is_gpu = run.workload.device == "cuda" and machine.gpu is not None
     total = (machine.gpu.memory if is_gpu and machine.gpu else machine.host_memory) / GIB
-    advice = "; too much: give memory=long or a shorter seq_len" if peak > total else ""
+    advice = "; too much: give memory=auto or a shorter seq_len" if peak > total else ""
     lines = [f"predicted  {peak:.2f} of {total:.1f} GiB of memory{advice}"]
     if step is not None:
         whole = duration((run.max_steps - run.steps_done) * step.total)

@@ -256,14 +256,14 @@ def test_heads_of_a_variant_stay_together(variant):
     check_attention(alone, GPTConfig(), "cpu")
     with pytest.raises(ValueError, match="context=1"):
         check_attention(replace(alone, context=ContextConfig(2)), GPTConfig(), "cpu")
-    parts = MemoryConfig("long", heads_at_once=1)
+    parts = MemoryConfig("balanced", heads_at_once=1)
     with pytest.raises(ValueError, match="heads_at_once=0"):
         check_attention(replace(alone, memory=parts), GPTConfig(), "cpu")
     workload = workload_of(TrainConfig(model=small("naive").config), "cpu", 64)
     for chosen, parts in ((AttentionConfig("naive"), {0, 1, 2}), (variant, {0})):
         open_step = replace(workload, memory=MemoryConfig(), attention=chosen)
         found = [x for way in ways(open_step) for x in itertools.chain(*way)]
-        assert {x.heads_at_once for x in found if x.policy == "long"} == parts
+        assert {x.heads_at_once for x in found if x.policy == "balanced"} == parts
 
 
 def test_the_lock_has_the_hash_of_a_plugin():

@@ -97,7 +97,7 @@ ALIASES = "a: &a [x]\n" + "".join(f"{b}: &{b} [{f'*{a},' * 9}]\n" for a, b in pa
         ("a: [", "cannot be read as YAML"),
         ("lr: 0.1\nmodel:\n  lr: 1\nlr: 0.2", "my.yaml: lr is given twice"),
         ("model: {layers: 1, heads: 2, layers: 3}", "my.yaml: layers is given twice"),
-        ("memory: long\nmemory.policy: fast", "my.yaml: memory.policy: memory is given too"),
+        ("memory: balanced\nmemory.policy: fast", "my.yaml: memory.policy: memory is given too"),
         ("lr: ${oc.env:HOME}", "lr=${oc.env:HOME}"),
         *((x, "notes=") for x in ("wandb: {notes: 'a ${oc.env:HOME}'}", "wandb.notes: ${lr}")),
         *((x, "my.yaml") for x in ("", "null\n", "a: 2024-13-45", "\x00\x01", "${seq_len}")),
@@ -130,7 +130,7 @@ def test_a_saved_run_changes_by_overrides_alone(tmp_path):
     changed = saved_in(file, "max_steps=9", "strategy=fsdp")
     found = (changed.data.tokenizer, changed.max_steps, changed.strategy.name)
     assert found == ("a", 9, "fsdp")
-    write_config(tmp_path, saved | {"memory": {"policy": "long", "offload": 0.5}})
+    write_config(tmp_path, saved | {"memory": {"policy": "balanced", "offload": 0.5}})
     memory = saved_in(file, "memory=fast").memory
     assert (memory.policy, memory.offload) == ("fast", None)
     assert saved_in(file, "max_tokens=null").max_steps == 7

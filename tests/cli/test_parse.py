@@ -122,11 +122,11 @@ def test_a_mistake_names_the_key_or_the_remedy(words, message):
 @pytest.mark.parametrize(
     ("argv", "policies"),
     [
-        ([], ["fast", "balanced", "long"]),
-        (["memory.mlp_tile=64"], ["balanced", "long"]),
-        (["memory.offload=0.5"], ["balanced", "long"]),
-        (["memory.recompute=none"], ["fast", "balanced"]),
-        (["memory=long", "memory.offload=0"], ["long"]),
+        ([], ["fast", "balanced"]),
+        (["memory.mlp_tile=64"], ["balanced"]),
+        (["memory.offload=0.5"], ["balanced"]),
+        (["memory.recompute=none"], ["fast"]),
+        (["memory=balanced", "memory.offload=0"], ["balanced"]),
     ],
 )
 def test_memory_auto_offers_the_policies_that_fit(argv, policies):

@@ -120,7 +120,7 @@ def test_compiled_code_is_kept_for_one_source_of_a_backend(tmp_path, monkeypatch
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("memory", ["fast", "balanced", "long"])
+@pytest.mark.parametrize("memory", ["fast", "balanced"])
 def test_compiled_blocks_are_found_again(memory):
     """As by the next process: torch's cache has the backward too, and it gives the same loss."""
     counters = torch._dynamo.utils.counters["aot_autograd"]

@@ -81,7 +81,7 @@ def test_rows_are_packed_alone():
 @pytest.mark.parametrize(
     ("memory", "sizes"),
     [
-        *(("fast", {}), ("balanced", {"qkv_bias": True}), ("long", {"norms": "sandwich"})),
+        *(("fast", {}), ("balanced", {"qkv_bias": True}), ("balanced", {"norms": "sandwich"})),
         *(("balanced", {"experts": EXPERTS}), ("fast", {"experts": EXPERTS})),
     ],
 )

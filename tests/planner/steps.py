@@ -9,12 +9,16 @@ import yaml
 
 from longctx import cli
 from longctx.config.asked import workload_of
+from longctx.config.layout_config import MemoryConfig
 from longctx.config.train_config import TrainConfig
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB
 from longctx.spec.step import Workload
 
 FIGURES = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text())
+# Much of a step on the host, as measured in results/memory.json
+LONG = MemoryConfig("balanced", "block", 2, 32768, offload=0.6, loss_chunk=1024)
+LONG.optimizer_state = "host"
 H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
 
 

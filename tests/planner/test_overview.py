@@ -29,7 +29,7 @@ def planned(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 def test_a_plan_for_another_machine(planned):
     words = ["gpu=H100", "gpu_memory=80", "host_memory=512", "model=1b", "seq_len=262144"]
     out = planned(*words)
-    shown = "80.0 naive sdpa flash fast balanced long parameters saved loss MFU"
+    shown = "80.0 naive sdpa flash fast balanced parameters saved loss MFU"
     assert all(word in out for word in shown.split())
     lora = planned(*words, "attention=flash", "lora.rank=8", "lora.base=nf4")
     assert "nf4" in lora and "naive" not in lora

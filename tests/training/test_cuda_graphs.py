@@ -74,7 +74,7 @@ def test_graphs_follow_an_update_and_keep_gradients(monkeypatch):
 
 
 def work(*keys: str, device: str = "cuda") -> Workload:
-    fast = [] if "memory=long" in keys else ["memory=fast"]
+    fast = [] if "memory=balanced" in keys else ["memory=fast"]
     config = cli.compose("train", ["model=124m", *fast, *keys]).config
     return with_vocabulary(workload_of(config, device, config.seq_len), 50304)
 
@@ -94,7 +94,7 @@ def test_graphs_are_automatic_for_small_micro_batches():
         (["attention=flex"], "attention=flex"),
         (["devices=2"], "one GPU"),
         (["strategy=fsdp"], "one GPU"),
-        (["memory=long"], "memory=long"),
+        (["memory=balanced", "memory.offload=1"], "memory.offload=0"),
         (["model.rope_scaling={rope_type: dynamic, factor: 2.0}", "model.context=64"], "dynamic"),
     ],
 )

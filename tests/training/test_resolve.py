@@ -275,7 +275,7 @@ def test_a_resumed_run_keeps_its_degree_unless_asked(tmp_path):
         (["model=tiny", "seq_len=262144", "attention=naive"], CPU, "attention=flash"),
         (["model=1b", "seq_len=262144"], CPU, r"seq_len=\d+ batch_size=1 memory=\w+"),
         (["model=1b", "seq_len=16384", "memory=fast"], L4, r"memory=balanced memory\.\w+=\w+"),
-        (["model=1b", "batch_size=1024", "memory=long"], L4, r"batch_size=\d+ accumulate=\d+"),
+        (["model=1b", "batch_size=1024", "memory=balanced"], L4, r"batch_size=\d+ accumulate=\d+"),
     ],
 )
 def test_too_much_memory_is_refused_with_a_remedy(tmp_path, corpus, overrides, machine, remedy):
@@ -324,8 +324,8 @@ def test_a_dry_run_is_printed_and_leaves_no_folder(overrides, tmp_path, capsys):
     assert f"{tmp_path / 'runs' / 'planned'}\n" in printed and "GiB of memory" in printed
     assert not (tmp_path / "runs").exists() and "a CPU moves nothing" not in printed
     (tmp_path / "runs" / "planned").mkdir(parents=True)
-    assert train.main(overrides(dry_run="true", name="planned", memory="long")) == 0
-    assert "memory     long, a CPU moves nothing to host memory\n" in capsys.readouterr().out
+    assert train.main(overrides(dry_run="true", name="planned", memory__offload=0.5)) == 0
+    assert "memory.offload=0.5, a CPU moves nothing to host memory\n" in capsys.readouterr().out
 
 
 def test_a_dry_run_of_a_resume_changes_nothing(two_steps, capsys):

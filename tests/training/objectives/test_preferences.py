@@ -128,7 +128,7 @@ def test_the_longest_length_holds_long_answers(tmp_path, start, monkeypatch):
 
     def found(*arguments: Any) -> Workload:
         step = arguments[-1][0](65536)
-        return replace(step, memory=step.memory.filled("long"))
+        return replace(step, memory=step.memory.filled("balanced"))
 
     monkeypatch.setattr("longctx.training.dry_run.longest_of", found)
     monkeypatch.setattr("longctx.training.model_choice.able_backends", lambda *_: ["naive"])
