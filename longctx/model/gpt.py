@@ -301,12 +301,9 @@ class GPT(nn.Module):
                 # torch.compile of the whole model cannot trace what saves its own activations
                 return torch.compiler.disable(self._through_blocks)(tokens, angles, masks)
             return checkpointed_blocks(self.blocks, self.embedded(tokens), angles, masks, memory)
-        x, in_tiles = self.embedded(tokens), memory.mlp_tile or memory.offload_weights
-        for block, own, mask in zip(self.blocks, angles, masks, strict=True):
-            if in_tiles:
-                x = block.calling(forward_in_tiles, x, own, mask, memory)
-            else:
-                x = block(x, own, mask)
+        x, in_parts = self.embedded(tokens), memory.mlp_tile or memory.offload_weights
+        for block, *own in zip(self.blocks, angles, masks, strict=True):
+            x = block.calling(forward_in_tiles, x, *own, memory) if in_parts else block(x, *own)
         return x
 
 

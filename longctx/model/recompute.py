@@ -322,7 +322,7 @@ def _mixer_backward(tape: _Tape, i: int, do: Tensor, tensors: Tokens, sums: _Sum
 def in_tiles(
     function: Callable[..., Any], tile: int, inputs: Tokens, device: torch.device | None = None
 ) -> Tokens:
-    """function(*inputs) without gradients, `tile` tokens (0: all) at a time, brought to `device`."""
+    """function(*inputs) without gradients, `tile` tokens (0: all) at a time, on `device`."""
     with torch.no_grad():
         outputs: Tokens = ()
         tokens = inputs[0].shape[1]

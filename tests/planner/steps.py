@@ -17,8 +17,7 @@ from longctx.spec.step import Workload
 
 FIGURES = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text())
 # Much of a step on the host, as measured in results/memory.json
-LONG = MemoryConfig("balanced", "block", 2, 32768, offload=0.6, loss_chunk=1024)
-LONG.optimizer_state = "host"
+LONG = MemoryConfig("balanced", "block", 2, 32768, 0, 0, 0.6, 0, 1024, "host")
 H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
 
 
