@@ -275,7 +275,7 @@ def test_a_resumed_run_keeps_its_degree_unless_asked(tmp_path):
         (["model=tiny", "seq_len=262144", "attention=naive"], CPU, "attention=flash"),
         (["model=1b", "seq_len=262144"], CPU, r"seq_len=\d+ batch_size=1 memory=\w+"),
         (["model=1b", "seq_len=16384", "memory=fast"], L4, r"memory=balanced memory\.\w+=\w+"),
-        (["model=1b", "batch_size=1024", "memory=balanced"], L4, r"batch_size=\d+ accumulate=\d+"),
+        (["batch_size=1024", "memory=balanced"], L4, r"batch_size=\d+ accumulate=\d+"),
     ],
 )
 def test_too_much_memory_is_refused_with_a_remedy(tmp_path, corpus, overrides, machine, remedy):
