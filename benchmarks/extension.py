@@ -100,7 +100,7 @@ class Options(Group):
 
 
 def run(options: Options, command: str, training: list[str]) -> None:
-    """Measure, train by the keys `training`, measure after each stage; write a file and a picture."""
+    """Measure, train by the keys `training`, measure after each stage; write what was found."""
     check_unused(training, TAKEN)
     if options.cases:
         return compare(options, command, training)
