@@ -71,10 +71,7 @@ class Flash(Backend):
         if options.get("prune") and scores.key_bias is not None:
             return self._pruned(mask, scores, kernel, q, k, v)
         chosen = implementation(q.device, q.dtype, q.shape[3], kernel)
-        span = "long" if mask.doc_ids is None else "packed"
-        if mask.window is not None and mask.window <= SHORT:
-            span = "short"
-        intervals = mask.first, mask.last, mask.qfirst, mask.qlast, span
+        intervals = mask.first, mask.last, mask.qfirst, mask.qlast, _span(mask)
         # no call between `run` and the kernels: it would cost host time
         given = q, k, v, scores.sinks, scores.key_bias
         out, lse = forward_for(*given)(*given, *intervals, scores, chosen)
@@ -106,11 +103,20 @@ class Flash(Backend):
     ) -> Gradients:
         q, kernel = saved.q, options.get("kernel", "auto")
         chosen = implementation(q.device, q.dtype, q.shape[3], kernel)
-        ends: Any = mask.first, mask.last, mask.qfirst, mask.qlast
+        ends: Any = mask.first, mask.last, mask.qfirst, mask.qlast, _span(mask)
         return flash_backward(do, None, saved, Intervals(*ends), scores, chosen)
 
     def kernels_change_at(self, q: Tensor, length: int) -> int:
         return launch.longest_bucket(launch.PORTABLE, q, length) if q.is_cuda else 0
+
+
+def _span(mask: Mask) -> str:
+    """Return the span of a mask's `Intervals`."""
+    if mask.window is not None and mask.window <= SHORT:
+        return "short"
+    if mask.doc_ids is not None:
+        return "packed"
+    return "long" if mask.window is None else "window"
 
 
 register("flash", Flash())

@@ -143,6 +143,7 @@ def backward_op(
     last: Tensor,
     qfirst: Tensor,
     qlast: Tensor,
+    span: str,
     scale: float,
     softcap: float | None,
     implementation: str,
@@ -151,7 +152,7 @@ def backward_op(
 
     Without sinks or key bias theirs is empty. The operator has no derivative of its own.
     """
-    intervals = Intervals(first, last, qfirst, qlast)
+    intervals = Intervals(first, last, qfirst, qlast, span)
     saved, scores = Saved(q, k, v, out, lse), Scores(scale, softcap, sinks, key_bias)
     found = _backward(do, dlse, saved, intervals, scores, implementation)
     dsinks, dkey_bias = (lse.new_empty(0) if x is None else x for x in found[3:])
@@ -174,7 +175,7 @@ def _forward(
 
 def _backward(do: Tensor, dlse: Tensor | None, saved: Saved, *others: Any) -> Gradients:
     """Run the backward kernels; `others` are intervals, scores and implementation."""
-    run = trusted("backward", others[-1], saved.q, saved.k, others[-2])
+    run = trusted("backward", others[-1], saved.q, saved.k, others[-2], others[0].span)
     gradients: Gradients = run(do, dlse, saved, *others[:-1])
     return gradients
 
@@ -211,7 +212,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, _, ctx.scale, ctx.softcap, ctx.implementation = inputs
+    *tensors, ctx.span, ctx.scale, ctx.softcap, ctx.implementation = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
@@ -220,7 +221,7 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
     q, k, v, sinks, key_bias, *intervals, out, lse = ctx.saved_tensors
     do = torch.zeros_like(out) if do is None else do
     scores = Scores(ctx.scale, ctx.softcap, sinks, key_bias)
-    saved, ends = Saved(q, k, v, out, lse), Intervals(*intervals)
+    saved, ends = Saved(q, k, v, out, lse), Intervals(*intervals, ctx.span)
     gradients = flash_backward(do, dlse, saved, ends, scores, ctx.implementation)
     return *gradients, *[None] * 8
 
@@ -294,7 +295,7 @@ def flash_backward(
     """Return the gradients of `backward_op`; the operator refuses second derivatives."""
     if torch.is_grad_enabled() or not unobserved(do, saved.q, saved.k, saved.v):
         scale, softcap, *learned = scores
-        given = do, dlse, *saved, *learned, *intervals[:4], scale, softcap, implementation
+        given = do, dlse, *saved, *learned, *intervals, scale, softcap, implementation
         found = backward_op(*given)
         has = (None if x is None else d for x, d in zip(learned, found[3:], strict=True))
         return Gradients(*found[:3], *has)

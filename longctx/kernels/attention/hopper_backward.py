@@ -64,6 +64,9 @@ from longctx.kernels.attention.hopper_backward_192 import backward_192_kernel
 from longctx.kernels.attention.hopper_backward_256 import backward_256_kernel
 from longctx.kernels.attention.hopper_order import (
     BIAS_ROWS,
+    BY_HEAD,
+    DOWN,
+    IN_TURN,
     Q_DO_EMPTY,
     Buffers,
     TileSchedule,
@@ -236,8 +239,8 @@ def writer(
 
         # dq, step by step
         for x in range(n * GROUP):
-            m = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
-            at = 2 * ((b * Hq + hk * GROUP + x % GROUP) * gl.cdiv(Tq, BM) + m) + C
+            m, h = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
+            at = 2 * ((b * Hq + hk * GROUP + h) * gl.cdiv(Tq, BM) + m) + C
             if ORDERED and ((m + 1) * BM > from_query) & (m * BM <= to_query):
                 # It need not acquire: nothing is read that others wrote; sums are added in L2, and
                 # this one is sent after it.
@@ -444,16 +447,22 @@ def consumer(
                 PARTS, BM, ONE_IF, PINGPONG, HAS_BIAS, True, C,
             )  # fmt: skip
             it += 1
+            last_m0 = m0 + (n - 1) * BM
             for x in range(1, steps):
-                if x % GROUP == 0:
-                    m0 += gl.where(down, -BM, BM) if DIRECTIONS == 2 else BM
+                if DIRECTIONS == BY_HEAD:
+                    m0 = gl.where(m0 == last_m0, last_m0 - (n - 1) * BM, m0 + BM)
+                elif x % GROUP == 0:
+                    if DIRECTIONS == DOWN:
+                        m0 -= BM
+                    else:
+                        m0 += gl.where(down, -BM, BM) if DIRECTIONS == IN_TURN else BM
                 s, dk, dv = step(
                     s, dk, dv, v_own,
                     buffers, dss, dq_part,
                     m0, output_empty, loaded,
                     it, count, zero, x, x + 1 < steps,
                     qfirst_j, qlast_j, last_first, first_last, scale_log2, cap,
-                    own_rows + x % GROUP * stride,
+                    own_rows + query_tile(x, 0, n, down, GROUP, DIRECTIONS)[1] * stride,
                     PARTS, BM, ONE_IF, PINGPONG, HAS_BIAS, False, C,
                 )  # fmt: skip
                 it += 1
@@ -620,7 +629,12 @@ def unpack_kernel(sums, out, scale, T, H, D: tl.constexpr, PAD: tl.constexpr, BM
 
 
 def constants_of(
-    config: BackwardConfig | None, size: int, group: int, dtype: gl.dtype, ordered: bool
+    config: BackwardConfig | None,
+    size: int,
+    group: int,
+    dtype: gl.dtype,
+    ordered: bool,
+    span: str,
 ) -> dict[str, Any]:
     """The constants of `backward_kernel`, or without a config of a larger one, for heads of `size`
     channels, `group` of which share k and v.
@@ -630,7 +644,7 @@ def constants_of(
         GROUP=group,
         D=size,
         ORDERED=ordered,
-        DIRECTIONS=directions(size, group, ordered),
+        DIRECTIONS=directions(size, group, ordered, span),
     )
     if config is None:
         large = LARGE[size]
@@ -700,7 +714,7 @@ def backward(
         *(dlse is None, sinks is None, key_bias is None),
         *(intervals.first.stride(), intervals.qfirst.shape, intervals.qfirst.stride()),
         *[at % 16 for at in ends],
-        *(out_at % 16, *[at % 16 for at in others_at]),
+        *(out_at % 16, *[at % 16 for at in others_at], intervals.span),
     )
     launches = _launches.get(key)
     aligned = (q_at | k_at | v_at | do_at) % 16 == 0
@@ -862,7 +876,7 @@ def _first_launch(
                 maps += [None] * (len(boxes) + 1)
     # no pointer is None
     pointers, scalars = (*pointers, *x.biases[1:]), scalars if x.biases else (None, *scalars)
-    constants = constants_of(config, size, group, dtype, ordered)
+    constants = constants_of(config, size, group, dtype, ordered, intervals.span)
     again = first_launch(kernel, programs, maps, pointers, scalars, constants, num_warps=4)
     assert again is not None, "Gluon has no interpreter"
     return again

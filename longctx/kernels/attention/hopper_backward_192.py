@@ -320,8 +320,8 @@ def writer(
         b, hk, n0, down, lo, n, qfirst, qlast = key_tile(t, schedule, GROUP, N, KEYS, ORDERED)
         from_query, to_query, before = predecessor(qfirst, qlast, n0, Tk, down, KEYS)
         for x in range(n * GROUP):
-            m = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
-            tile = (b * Hq + hk * GROUP + x % GROUP) * gl.cdiv(Tq, N) + m
+            m, h = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
+            tile = (b * Hq + hk * GROUP + h) * gl.cdiv(Tq, N) + m
             semaphore = semaphores + 2 * tile + C
             if ORDERED and ((m + 1) * N > from_query) & (m * N <= to_query):
                 # it need not acquire: sums are added in L2
@@ -394,8 +394,9 @@ def consumer(
 
             # steady state
             for x in range(n * GROUP):
-                bias_of_head = own_rows + x % GROUP * stride
-                m0 = query_tile(x, lo, n, down, GROUP, DIRECTIONS) * N
+                m, h = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
+                bias_of_head = own_rows + h * stride
+                m0 = m * N
                 if C == 0:
                     s, out = scores_step(
                         s, out,

@@ -289,9 +289,9 @@ def consumer(
             wait = False
             for x in range(n * GROUP):
                 tile_before, wait_before = tile, wait
-                m = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
-                tile = first_tile + (x % GROUP) * gl.cdiv(Tq, N) + m
-                bias_of_head = own_rows + x % GROUP * stride
+                m, h = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
+                tile = first_tile + h * gl.cdiv(Tq, N) + m
+                bias_of_head = own_rows + h * stride
                 wait = ((m + 1) * N > from_query) & (m * N <= to_query)
                 if C == 0:
                     s, dk, dv = scores_step(

@@ -38,12 +38,17 @@ BIAS_ROWS = gl.constexpr(5)
 LAST_TURN = gl.constexpr(1 << 30)  # of the first keys, if tiles go from the last ones
 
 
-def directions(head_dim: int, group: int, ordered: bool) -> int:
-    """Return 2 if walks go down as well as up, see above, else 1.
+# How walks go, see above: up, down, each in turn, or up with one head after another
+UP, IN_TURN, DOWN, BY_HEAD = (gl.constexpr(i) for i in (1, 2, 3, 4))
 
-    At 64 channels its registers cost more than it saves.
-    """
-    return 2 if ordered or (head_dim > 64 and group > 1) else 1
+
+def directions(head_dim: int, group: int, ordered: bool, span: str) -> int:
+    """Return how walks go. Both ways take registers, at 64 channels more than it saves."""
+    if ordered:
+        return IN_TURN.value
+    if span != "long" and group > 1:
+        return BY_HEAD.value
+    return IN_TURN.value if head_dim > 64 and group > 1 else UP.value
 
 
 class TileSchedule(NamedTuple):
@@ -88,11 +93,15 @@ def key_tile(
 
 @gluon.jit
 def query_tile(x, lo, n, down, GROUP: gl.constexpr, DIRECTIONS: gl.constexpr):
-    """Return the tile of queries of step x of a walk, over the heads of the group in turn."""
-    m = lo + x // GROUP
-    if DIRECTIONS == 2:
+    """Return the tile of queries of step x of a walk, and which head of the group takes it."""
+    m, head = lo + x // GROUP, x % GROUP
+    if DIRECTIONS == IN_TURN:
         m = gl.where(down, lo + n - 1 - x // GROUP, m)
-    return m
+    if DIRECTIONS == DOWN:
+        m = lo + n - 1 - x // GROUP
+    if DIRECTIONS == BY_HEAD:
+        m, head = lo + x % n, x // n
+    return m, head
 
 
 @gluon.jit
@@ -161,7 +170,9 @@ def consumer_walk(
     last_first = gl.load(qfirst + gl.minimum(start + KEYS, Tk) - 1)
     # no query sees keys past the end
     first_last = gl.load(qlast + start, mask=start + KEYS <= Tk, other=-1)
-    m0 = (gl.where(down, lo + n - 1, lo) if DIRECTIONS == 2 else lo) * BM
+    m0 = (gl.where(down, lo + n - 1, lo) if DIRECTIONS == IN_TURN else lo) * BM
+    if DIRECTIONS == DOWN:
+        m0 += (n - 1) * BM
     return m0, n, down, qfirst_j, qlast_j, last_first, first_last
 
 
@@ -285,8 +296,9 @@ def producer(
         b, hk, n0, down, lo, n, _, _ = key_tile(t, schedule, GROUP, BM, BN, ORDERED)
         # the walk: q and do at each step, k and v behind the first
         for x in range(n * GROUP):
-            h = hk * GROUP + x % GROUP
-            m0 = query_tile(x, lo, n, down, GROUP, DIRECTIONS) * BM
+            m, h = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
+            h += hk * GROUP
+            m0 = m * BM
             s = it & 1
             if it >= 2:
                 bar_sync(Q_DO_EMPTY + s, 288)

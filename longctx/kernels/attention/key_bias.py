@@ -9,8 +9,8 @@ are exact in fp32, and lse keeps its digits. The reference has no gradient, so t
 ds_ij. `attention` adds the reference to the lse that it returns, and a sink counts as z - b_r.
 
 Keys before `first_keys` weigh nothing (compare arXiv 2504.06949). If |scale · q_i·k_j| ≤ u_i, keys
-with u_i + b_j - b_r < scale · q_i·k_r - log(T 2^24) have together less than 2^-24 of the weight of
-key r alone, which fp32 does not tell from 0.
+up to n with u_i + log Σ_{j≤n} exp(b_j) - b_r < scale · q_i·k_r - log 2^24 have together less than
+2^-24 of the weight of key r alone, which fp32 does not tell from 0.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def first_keys(q: Tensor, k: Tensor, first: Tensor, last: Tensor, scores: Scores
     own, bound = (scores.scale * x.transpose(1, 2) for x in (own, 1.01 * bound))
     if scores.softcap is not None:
         own, bound = scores.softcap * (own / scores.softcap).tanh(), bound.clamp(max=scores.softcap)
-    least = reference(scores.key_bias, last) + own - bound - math.log(k.shape[1] * 2**24)
-    rising = scores.key_bias.detach().cummax(2).values
+    least = reference(scores.key_bias, last) + own - bound - math.log(2**24)
+    sums = scores.key_bias.detach().logcumsumexp(2)
     # NaN bounds nothing, nor does a product too great for fp16
     least = least.nan_to_num(nan=-math.inf, posinf=-math.inf)
-    keys = torch.searchsorted(rising, least, out_int32=True)
+    keys = torch.searchsorted(sums, least, out_int32=True)
     # they do not decrease along a row, as tiles assume
     return torch.maximum(keys, first[:, None]).flip(2).cummin(2).values.flip(2)
