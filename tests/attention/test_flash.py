@@ -167,13 +167,13 @@ def test_second_derivatives_are_refused(implementation):
 def test_operator_is_registered_properly(implementation):
     mask = Mask.causal().bind(1, 9, 9, DEVICE)
     q, k, v = (torch.randn(1, 9, h, 16, device=DEVICE, requires_grad=True) for h in (2, 1, 1))
-    intervals = mask.first, mask.last, mask.qfirst, mask.qlast
+    intervals = mask.first, mask.last, mask.qfirst, mask.qlast, "long"
     options = 0.25, None, implementation
     sinks = torch.zeros(2, device=DEVICE, requires_grad=True)
     bias = torch.zeros(1, 2, 9, device=DEVICE, requires_grad=True)
     for learned in ((None, None), (sinks, None), (None, bias), (sinks, bias)):
         others = *learned, *intervals, *options
-        torch.library.opcheck(forward_op, (q, k, v, *learned, *intervals, "long", *options))
+        torch.library.opcheck(forward_op, (q, k, v, *learned, *intervals, *options))
         changed = dict(zip(("sinks", "key_bias"), learned, strict=True))
         with torch.no_grad():
             out, lse = attention(q, k, v, mask, return_lse=True, scale=0.25, **changed)
