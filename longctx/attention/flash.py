@@ -71,20 +71,17 @@ class Flash(Backend):
         if options.get("prune") and scores.key_bias is not None:
             return self._pruned(mask, scores, kernel, q, k, v)
         chosen = implementation(q.device, q.dtype, q.shape[3], kernel)
-        intervals = mask.first, mask.last, mask.qfirst, mask.qlast, _span(mask)
-        # no call between `run` and the kernels: it would cost host time
         given = q, k, v, scores.sinks, scores.key_bias
-        out, lse = forward_for(*given)(*given, *intervals, scores, chosen)
+        out, lse = forward_for(*given)(*given, *_ends(mask), scores, chosen)
         return out, lse, chosen
 
     def _pruned(self, mask: Mask, scores: Scores, kernel: str, *qkv: Tensor) -> Output:
         """Do as `run` without keys that weigh nothing. Key-value heads have intervals of their own:
         kernels see a batch of them, with the query heads of a group as heads.
         """
-        q, k, _ = qkv
-        B, Tk, Hkv, _ = k.shape
+        B, Tk, Hkv, _ = qkv[1].shape
         assert mask.first is not None and mask.last is not None and scores.key_bias is not None
-        first = first_keys(q, k, mask.first, mask.last, scores)
+        first = first_keys(*qkv[:2], mask.first, mask.last, scores)
         first = first.unflatten(1, (Hkv, -1)).amin(2).flatten(0, 1)
         last = mask.last[:, None].expand(B, Hkv, -1).flatten(0, 1)
         own = replace(Mask.bound(first, last, Tk), window=mask.window)
@@ -103,20 +100,18 @@ class Flash(Backend):
     ) -> Gradients:
         q, kernel = saved.q, options.get("kernel", "auto")
         chosen = implementation(q.device, q.dtype, q.shape[3], kernel)
-        ends: Any = mask.first, mask.last, mask.qfirst, mask.qlast, _span(mask)
-        return flash_backward(do, None, saved, Intervals(*ends), scores, chosen)
+        return flash_backward(do, None, saved, Intervals(*_ends(mask)), scores, chosen)
 
     def kernels_change_at(self, q: Tensor, length: int) -> int:
         return launch.longest_bucket(launch.PORTABLE, q, length) if q.is_cuda else 0
 
 
-def _span(mask: Mask) -> str:
-    """Return the span of a mask's `Intervals`."""
+def _ends(mask: Mask) -> tuple[Any, ...]:
+    """Return the arguments of a mask's `Intervals`."""
+    span = "packed" if mask.doc_ids is not None else "long" if mask.window is None else "window"
     if mask.window is not None and mask.window <= SHORT:
-        return "short"
-    if mask.doc_ids is not None:
-        return "packed"
-    return "long" if mask.window is None else "window"
+        span = "short"
+    return mask.first, mask.last, mask.qfirst, mask.qlast, span
 
 
 register("flash", Flash())

@@ -184,13 +184,6 @@ def start_dq(ds, ks, at, BM: gl.constexpr, PARTS: gl.constexpr, C: gl.constexpr)
 
 
 @gluon.jit
-def in_registers(xs, LAYOUT: gl.constexpr):
-    """All parts of xs, as left operands of products with LAYOUT."""
-    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
-    return [x.load(layout) for x in xs]
-
-
-@gluon.jit
 def own_keys(ks, at, C: gl.constexpr):
     """All parts of the k of a consumer's keys."""
     return [x.index(at).slice(C * KEYS, KEYS, dim=0) for x in ks]
@@ -430,7 +423,8 @@ def consumer(
             wait_keys(v_full, count)
             v_own = at_index(vs, 2 * v_slot + C)
             if PARTS == 2:
-                v_own = in_registers(v_own, s_layout)
+                in_registers: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
+                v_own = [x.load(in_registers) for x in v_own]
             if OUTPUT_IN_DS:
                 mbarrier.wait(output_empty, (it + count + 1) & 1)
             s = warpgroup_mma_wait(0, deps=(s_async,))
@@ -452,10 +446,10 @@ def consumer(
                 if DIRECTIONS == BY_HEAD:
                     m0 = gl.where(m0 == last_m0, last_m0 - (n - 1) * BM, m0 + BM)
                 elif x % GROUP == 0:
-                    if DIRECTIONS == DOWN:
-                        m0 -= BM
+                    if DIRECTIONS == IN_TURN:
+                        m0 += gl.where(down, -BM, BM)
                     else:
-                        m0 += gl.where(down, -BM, BM) if DIRECTIONS == IN_TURN else BM
+                        m0 += BM if DIRECTIONS != DOWN else -BM
                 s, dk, dv = step(
                     s, dk, dv, v_own,
                     buffers, dss, dq_part,
@@ -628,28 +622,13 @@ def unpack_kernel(sums, out, scale, T, H, D: tl.constexpr, PAD: tl.constexpr, BM
             )  # fmt: skip
 
 
-def constants_of(
-    config: BackwardConfig | None,
-    size: int,
-    group: int,
-    dtype: gl.dtype,
-    ordered: bool,
-    span: str,
-) -> dict[str, Any]:
-    """The constants of `backward_kernel`, or without a config of a larger one, for heads of `size`
-    channels, `group` of which share k and v.
+def layouts_of(config: BackwardConfig | None, size: int, dtype: gl.dtype) -> dict[str, Any]:
+    """The constants of `backward_kernel`, or without a config of a larger one, that lay out tiles
+    of heads of `size` channels.
     """
-    common = dict(
-        row_shared=ROW_LAYOUT,
-        GROUP=group,
-        D=size,
-        ORDERED=ordered,
-        DIRECTIONS=directions(size, group, ordered, span),
-    )
     if config is None:
         large = LARGE[size]
         return dict(
-            **common,
             shared=shared_layout((large.BM, large.width), dtype),
             ds_shared=shared_layout((large.BM, large.box), dtype),
         )
@@ -660,7 +639,6 @@ def constants_of(
         for part, channels in (("", width), ("1", rest))
     }
     return dict(
-        **common,
         **layouts,
         ds_shared=shared_layout((config.BN, config.BM), dtype),
         D1=rest,
@@ -876,7 +854,13 @@ def _first_launch(
                 maps += [None] * (len(boxes) + 1)
     # no pointer is None
     pointers, scalars = (*pointers, *x.biases[1:]), scalars if x.biases else (None, *scalars)
-    constants = constants_of(config, size, group, dtype, ordered, intervals.span)
+    constants = layouts_of(config, size, dtype) | dict(
+        row_shared=ROW_LAYOUT,
+        GROUP=group,
+        D=size,
+        ORDERED=ordered,
+        DIRECTIONS=directions(size, group, ordered, intervals.span),
+    )
     again = first_launch(kernel, programs, maps, pointers, scalars, constants, num_warps=4)
     assert again is not None, "Gluon has no interpreter"
     return again

@@ -158,6 +158,7 @@ CONFIGS = {  # by head size
 # CONFIGS → with these: 64/8 heads, window 128: 1.26 → 1.14, with sinks 1.37 → 1.24; 32/8 heads,
 # documents of 3,000: 2.42 → 2.02; 64/8, with sinks: 4.34 → 4.02; but 16,384 keys: 1.96 → 2.09
 OTHER_CONFIGS = {
+    ("short", 256): CONFIGS[256]._replace(pingpong=False),
     ("short", 64): ForwardConfig(64, 4, 3, 160, False, False, True, True),
     ("packed", 64): ForwardConfig(128, 3, 2, 240, True, False, True, True),
 }
@@ -681,26 +682,6 @@ def forward_kernel(
     # fmt: on
 
 
-def constants_of(
-    config: ForwardConfig, size: int, group: int, dtype: gl.dtype, retry: bool, sinks: bool
-) -> dict[str, Any]:
-    """Return the constants of `forward_kernel`: heads of `size` channels, `group` share k and v."""
-    width, rest = split(size)
-    return dict(
-        shared=shared_layout((64, width), dtype),
-        shared_kv=shared_layout((config.BN, width), dtype),
-        shared1=shared_layout((64, rest), dtype) if rest else None,
-        shared1_kv=shared_layout((config.BN, rest), dtype) if rest else None,
-        GROUP=group,
-        D=size,
-        D1=rest,
-        **{name.upper(): value for name, value in config._asdict().items()},
-        FIXED_MAX=dtype == gl.bfloat16 and not retry,
-        RETRY=retry,
-        SINKS=sinks,
-    )
-
-
 def config_of(size: int, span: str) -> ForwardConfig:
     """Return the config of heads of `size` channels; `span` as in `Intervals`."""
     return OTHER_CONFIGS.get((span, size), CONFIGS[size])
@@ -785,13 +766,24 @@ def _first_forward(
         *(batch_stride(intervals.first), *exponents(scores)),
         *(Tq, Hq, tiles, B * Hq, heads_in_l2(k, B * Hq, group)),
     )
+    constants = dict(
+        shared=shared_layout((64, width), dtype),
+        shared_kv=shared_layout((config.BN, width), dtype),
+        shared1=shared_layout((64, rest), dtype) if rest else None,
+        shared1_kv=shared_layout((config.BN, rest), dtype) if rest else None,
+        GROUP=group,
+        D=size,
+        D1=rest,
+        **{name.upper(): value for name, value in config._asdict().items()},
+        SINKS=scores.sinks is not None,
+    )
     programs = min(tiles * B * Hq, multiprocessors(q.device))
     kernels = []
     # again for flagged tiles, if m is fixed
     for retry in (False, True) if dtype == gl.bfloat16 else (False,):
         pointers = lse, flags[retry:], flags[2:], *intervals[:2], sinks_or(lse, scores)
-        constants = constants_of(config, size, group, dtype, retry, scores.sinks is not None)
-        given = maps, pointers, scalars, constants
+        passes = dict(FIXED_MAX=dtype == gl.bfloat16 and not retry, RETRY=retry)
+        given = maps, pointers, scalars, constants | passes
         again = first_launch(forward_kernel, programs, *given, num_warps=4)
         assert again is not None, "Gluon has no interpreter"
         kernels.append(again)

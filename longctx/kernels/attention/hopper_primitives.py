@@ -161,8 +161,8 @@ def _rounding_error(N):
 
 
 @gluon.constexpr_function
-def _operands(N):
-    return ",".join(["=f"] * N + ["r"] * (N // 2) + ["f"] * (2 * N))
+def _operands(results, N, packed, others):
+    return ",".join([results] * N + ["r"] * packed + ["f"] * others)
 
 
 @gluon.jit
@@ -189,7 +189,7 @@ def rounding_error(p16, plain, limit):
     limit_ = limit_.broadcast_to([64, BN // 8, 4, 2])
     error = gl.inline_asm_elementwise(
         _rounding_error(BN // 2),
-        _operands(BN // 2),
+        _operands("=f", BN // 2, BN // 4, BN),
         [
             p16,
             gl.convert_layout(plain_.reshape([64, BN]), layout),
@@ -242,11 +242,6 @@ def _softcapped(N):
     return "\n".join(["{", *lines, "}"])
 
 
-@gluon.constexpr_function
-def _unary(N):
-    return ",".join(["=&f"] * N + ["f"] * N)
-
-
 @gluon.jit
 def softcapped(s, cap):
     """Return tanh(HALF · cap · s), s a matrix product.
@@ -257,7 +252,7 @@ def softcapped(s, cap):
     """
     N: gl.constexpr = s.shape[0] * s.shape[1] // 128
     return gl.inline_asm_elementwise(
-        _softcapped(N), _unary(N), [s * cap], dtype=gl.float32, is_pure=True, pack=N
+        _softcapped(N), _operands("=&f", N, 0, N), [s * cap], dtype=gl.float32, is_pure=True, pack=N
     )
 
 
@@ -340,13 +335,6 @@ def register_order(x):
 
 
 @gluon.jit
-def operand_of(a, acc):
-    """a as the operand in registers of a product that acc accumulates."""
-    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
-    return gl.convert_layout(a, layout)
-
-
-@gluon.jit
 def start_scores(a, xs, stage, s):
     """Issue a·xᵀ, the sum of the products of all parts; s is zeros."""
     for i in gl.static_range(len(a)):
@@ -360,7 +348,7 @@ def start_sum(a, xs, stage, acc):
     """Issue acc += a·x, a product for each part."""
     started = (warpgroup_mma(a, xs[0].index(stage), acc[0], is_async=True),)
     if len(acc) == 2:
-        a_i = operand_of(a, acc[1])
+        a_i = gl.convert_layout(a, gl.DotOperandLayout(0, acc[1].type.layout, 2))
         started = (started[0], warpgroup_mma(a_i, xs[1].index(stage), acc[1], is_async=True))
     return started
 
