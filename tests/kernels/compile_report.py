@@ -47,6 +47,7 @@ triton.knobs.nvidia.dump_ptxas_log = True
 AMPERE_TILES = {80: 163, 86: 99, 120: 99}  # of the cards that take them: KiB of shared memory
 TOKENS, LONG = 333, 8333  # that 16 does not divide; from 8,192 on some kernels have other tiles
 BF16, FP32 = torch.bfloat16, torch.float32
+SPANS = "short", "packed", "window"
 
 
 class Compiler:
@@ -140,10 +141,10 @@ def of_hopper(compiler, *names):
         compiler.is_wanted = lambda kernel, constants, kind=kind, words=words: (
             kernel.startswith(kind) and constants.get("RETRY", False) == ("retry" in words)
         )
-        options = {"heads": 12 if "groups" in words else 3, "has_sinks": "sinks" in words}
+        options = {"heads": 24 if "groups" in words else 3, "has_sinks": "sinks" in words}
         options["has_bias"] = "bias" in words
         options["ordered"] = "ordered" in words
-        options["span"] = next((word for word in words if word in ("short", "packed")), "long")
+        options["span"] = next((word for word in words if word in SPANS), "long")
         options["softcap"] = 30.0 if "softcap" in words else None
         attend(hopper_forward.forward, hopper_backward.backward, int(head_dim), **options)
 

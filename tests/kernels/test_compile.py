@@ -27,6 +27,8 @@ SLOW = (
     *("forward retry 64", "ordered backward of groups 64", "forward sinks 64", "forward sinks 128"),
     "forward short 64",
     "forward packed 64",
+    "forward short 256",
+    *("backward of groups 64", *(f"backward short of groups {size}" for size in SIZES)),
     *("forward softcap 64", "forward softcap 128", "ordered backward softcap of groups 64"),
     *("forward bias sinks 64", "forward short bias 64", "backward bias softcap 128"),
     *(f"{kernel} bias {head_dim}" for kernel in ("forward", "backward") for head_dim in SIZES),
@@ -43,6 +45,21 @@ EVERY = (
     (227, "90", "elementwise"),
 )
 
+# The order of steps, in Python: (how, tiles, heads of a group) → a (tile, head) for each step; and
+# how walks go for (head size, group, ordered) and each span
+WALKS = """
+import json
+from longctx.kernels.attention import hopper_order as order
+print(json.dumps([
+    [(how.value, n, group, [order.query_tile.fn(x, 7, n, False, group, how.value)
+                            for x in range(n * group)])
+     for how in (order.UP, order.DOWN, order.BY_HEAD) for n, group in ((1, 1), (3, 4), (2, 8))],
+    [[order.directions(*case, span) for span in ("long", "packed", "window", "short")]
+     for case in ((64, 1, False), (64, 8, False), (256, 4, False), (256, 4, True))],
+    [order.UP.value, order.IN_TURN.value, order.DOWN.value, order.BY_HEAD.value],
+]))
+"""
+
 
 def compile_all(*words, path=PYTHONPATH):
     """Return the compiler's report on each kernel; `words` are those of compile_report.py."""
@@ -51,6 +68,24 @@ def compile_all(*words, path=PYTHONPATH):
     compiler = finished(script, words, ROOT, PYTHONPATH=path)
     assert compiler.returncode == 0, f"{words}, {path}: {compiler.stderr[-2000:]}"
     return json.loads(compiler.stdout)
+
+
+def test_walks_take_each_tile_of_each_head_in_the_order_for_l2():
+    walked = finished("-c", (WALKS,), ROOT)
+    assert walked.returncode == 0, walked.stderr
+    walks, chosen, (up, in_turn, down, by_head) = json.loads(walked.stdout)
+    for how, n, group, steps in walks:
+        assert sorted(steps) == [[m, head] for m in range(7, 7 + n) for head in range(group)]
+        if how == by_head:
+            assert steps == sorted(steps, key=lambda step: step[::-1])
+        else:
+            assert steps == sorted(steps, key=lambda step: step[0], reverse=how == down)
+    assert chosen == [
+        [up] * 4,
+        [down, down, by_head, by_head],
+        [in_turn, in_turn, by_head, by_head],
+        [in_turn] * 4,  # tiles of keys wait for one another
+    ]
 
 
 @pytest.mark.slow
@@ -82,6 +117,7 @@ def test_hopper_products_stay_asynchronous(kernels):
     assert not any(warnings.values()), f"C7512: ptxas serializes the products: {warnings}"
     few = {"ordered backward 192": 16, "forward sinks 128": 4, "forward softcap 128": 4}
     few |= {"backward softcap 192": 24, "backward bias softcap 128": 20, "backward bias 192": 28}
+    few |= {"short of groups 192": 12, "short of groups 256": 8}
     few |= {"forward bias 128": 4, "forward bias 256": 4, "backward bias 64": 8}
     check_fits(reports, 227, lambda name: max(few[x] if x in name else 0 for x in few))
 
