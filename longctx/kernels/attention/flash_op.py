@@ -221,7 +221,7 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
     q, k, v, sinks, key_bias, *intervals, out, lse = ctx.saved_tensors
     do = torch.zeros_like(out) if do is None else do
     scores = Scores(ctx.scale, ctx.softcap, sinks, key_bias)
-    saved, ends = Saved(q, k, v, out, lse), Intervals(*intervals, ctx.span)
+    saved, ends = Saved(q, k, v, out, lse), Intervals(*intervals)._replace(span=ctx.span)
     gradients = flash_backward(do, dlse, saved, ends, scores, ctx.implementation)
     return *gradients, *[None] * 8
 
