@@ -107,26 +107,16 @@ class Compiler:
         figures["warnings"] += re.findall(r"C7\d+", text)
 
 
-def attend(
-    forward,
-    backward,
-    head_dim,
-    tokens=TOKENS,
-    heads=3,
-    kv_heads=3,
-    has_sinks=False,
-    span="long",
-    has_bias=False,
-    softcap=None,
-    **options,
-):
-    """Launch a forward and a backward of causal attention."""
-    q, k, v = (torch.zeros(1, tokens, n, head_dim, dtype=BF16) for n in (heads, kv_heads, kv_heads))
+def attend(forward, backward, head_dim, words=(), tokens=TOKENS, **options):
+    """Launch a forward and a backward of causal attention, with what `words` name."""
+    heads = 24 if "groups" in words else 3
+    q, k, v = (torch.zeros(1, tokens, n, head_dim, dtype=BF16) for n in (heads, 3, 3))
+    span = next((word for word in words if word in SPANS), "long")
     mask = Mask.causal().bind(1, tokens, tokens, "cpu")
     intervals = Intervals(mask.first, mask.last, mask.qfirst, mask.qlast, span)
-    sinks = torch.zeros(heads) if has_sinks else None
-    bias = torch.zeros(1, heads, tokens) if has_bias else None
-    scores = Scores(head_dim**-0.5, softcap, sinks, bias)
+    sinks = torch.zeros(heads) if "sinks" in words else None
+    bias = torch.zeros(1, heads, tokens) if "bias" in words else None
+    scores = Scores(head_dim**-0.5, 30.0 if "softcap" in words else None, sinks, bias)
     out, lse = forward(q, k, v, intervals, scores)
     backward(out, None, Saved(q, k, v, out, lse), intervals, scores, **options)
 
@@ -141,24 +131,19 @@ def of_hopper(compiler, *names):
         compiler.is_wanted = lambda kernel, constants, kind=kind, words=words: (
             kernel.startswith(kind) and constants.get("RETRY", False) == ("retry" in words)
         )
-        options = {"heads": 24 if "groups" in words else 3, "has_sinks": "sinks" in words}
-        options["has_bias"] = "bias" in words
-        options["ordered"] = "ordered" in words
-        options["span"] = next((word for word in words if word in SPANS), "long")
-        options["softcap"] = 30.0 if "softcap" in words else None
-        attend(hopper_forward.forward, hopper_backward.backward, int(head_dim), **options)
+        passes = hopper_forward.forward, hopper_backward.backward
+        attend(*passes, int(head_dim), words, ordered="ordered" in words)
 
 
 def of_attention(compiler, *sizes):
     for name in sizes:
         compiler.case, (size, *words) = name, name.split()
-        size, has = int(size), {"has_bias": "bias" in words}
         for tokens in (TOKENS, LONG):
-            has_sinks = tokens == LONG
-            attend(portable.forward, portable.backward, size, tokens, has_sinks=has_sinks, **has)
-        if compiler.target in AMPERE_TILES and size <= 256:
-            for has_sinks in (False, True):
-                attend(ampere.forward, ampere.backward, size, has_sinks=has_sinks, **has)
+            also = ["sinks"] if tokens == LONG else []
+            attend(portable.forward, portable.backward, int(size), [*words, *also], tokens)
+        if compiler.target in AMPERE_TILES and int(size) <= 256:
+            for also in ([], ["sinks"]):
+                attend(ampere.forward, ampere.backward, int(size), [*words, *also])
 
 
 def of_elementwise(compiler):
