@@ -227,13 +227,13 @@ def writer(
     count = 0
     t = pop(queue, count, 1)
     while t >= 0:
-        b, hk, n0, down, lo, n, qfirst, qlast = key_tile(t, schedule, GROUP, BM, BN, ORDERED)
+        b, kv_head, n0, down, lo, n, qfirst, qlast = key_tile(t, schedule, GROUP, BM, BN, ORDERED)
         from_query, to_query, before = predecessor(qfirst, qlast, n0, Tk, down, BN)
 
         # dq, step by step
         for x in range(n * GROUP):
-            m, h = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
-            at = 2 * ((b * Hq + hk * GROUP + h) * gl.cdiv(Tq, BM) + m) + C
+            m, head = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
+            at = 2 * ((b * Hq + kv_head * GROUP + head) * gl.cdiv(Tq, BM) + m) + C
             if ORDERED and ((m + 1) * BM > from_query) & (m * BM <= to_query):
                 # It need not acquire: nothing is read that others wrote; sums are added in L2, and
                 # this one is sent after it.
@@ -254,8 +254,8 @@ def writer(
         bar_sync(OUTPUT_FULL + C, 160)
         slot = count % V_SLOTS
         dv_own, dk_own = output_buffers(stages, vs, it, 2 * slot + C, D, BM, PARTS, C)
-        store_parts(dv, dv_own, b, n0 + C * KEYS, hk)
-        store_parts(dk, dk_own, b, n0 + C * KEYS, hk)
+        store_parts(dv, dv_own, b, n0 + C * KEYS, kv_head)
+        store_parts(dk, dk_own, b, n0 + C * KEYS, kv_head)
         tma.store_wait(0)
         mbarrier.arrive(output_empty, count=1)
         if BM < 2 * D:

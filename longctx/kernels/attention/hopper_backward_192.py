@@ -317,11 +317,11 @@ def writer(
     count = 0
     t = pop(queue, count, 1)
     while t >= 0:
-        b, hk, n0, down, lo, n, qfirst, qlast = key_tile(t, schedule, GROUP, N, KEYS, ORDERED)
+        b, kv_head, n0, down, lo, n, qfirst, qlast = key_tile(t, schedule, GROUP, N, KEYS, ORDERED)
         from_query, to_query, before = predecessor(qfirst, qlast, n0, Tk, down, KEYS)
         for x in range(n * GROUP):
-            m, h = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
-            tile = (b * Hq + hk * GROUP + h) * gl.cdiv(Tq, N) + m
+            m, head = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
+            tile = (b * Hq + kv_head * GROUP + head) * gl.cdiv(Tq, N) + m
             semaphore = semaphores + 2 * tile + C
             if ORDERED and ((m + 1) * N > from_query) & (m * N <= to_query):
                 # it need not acquire: sums are added in L2
@@ -371,7 +371,7 @@ def consumer(
     t = pop(queue, count, 4)
     while t >= 0:
         # the tile of keys, the queries that see it
-        b, hk, n0, down, lo, n, qfirst, qlast = key_tile(t, schedule, GROUP, N, KEYS, ORDERED)
+        b, kv_head, n0, down, lo, n, qfirst, qlast = key_tile(t, schedule, GROUP, N, KEYS, ORDERED)
         # queries from last_first to first_last see all keys; none sees keys past the end
         last_first = gl.load(qfirst + gl.minimum(n0 + KEYS, Tk) - 1)
         first_last = gl.load(qlast + n0)
@@ -394,8 +394,8 @@ def consumer(
 
             # steady state
             for x in range(n * GROUP):
-                m, h = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
-                bias_of_head = own_rows + h * stride
+                m, head = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
+                bias_of_head = own_rows + head * stride
                 m0 = m * N
                 if C == 0:
                     s, out = scores_step(
@@ -420,9 +420,9 @@ def consumer(
         # epilogue: dv and dk leave from the places of v and k, once both consumers have read them
         bar_sync(WALKED, 256)
         if C == 0:
-            store_tile(out_map, vs, out, 1.0, b, n0, hk, shared)
+            store_tile(out_map, vs, out, 1.0, b, n0, kv_head, shared)
         else:
-            store_tile(out_map, ks, out, scale, b, n0, hk, shared)
+            store_tile(out_map, ks, out, scale, b, n0, kv_head, shared)
         mbarrier.arrive(k_empty.index(0), count=1)
         mbarrier.arrive(v_empty.index(0), count=1)
         count += 1

@@ -262,7 +262,7 @@ def consumer(
     t = pop(queue, count, 4)
     while t >= 0:
         # the tile of keys, the queries that see it
-        b, hk, n0, down, lo, n, qfirst, qlast = key_tile(t, schedule, GROUP, N, N, ORDERED)
+        b, kv_head, n0, down, lo, n, qfirst, qlast = key_tile(t, schedule, GROUP, N, N, ORDERED)
         from_query, to_query, before = predecessor(qfirst, qlast, n0, Tk, down, N)
         j = n0 + gl.arange(0, N, layout=gl.SliceLayout(1, layout))
         qfirst_j = gl.load(qfirst + j, mask=j < Tk, other=0)
@@ -284,14 +284,14 @@ def consumer(
             s = warpgroup_mma_wait(0, deps=(s_async,))
 
             # steady state
-            first_tile = (b * Hq + hk * GROUP) * gl.cdiv(Tq, N)
+            first_tile = (b * Hq + kv_head * GROUP) * gl.cdiv(Tq, N)
             tile = first_tile
             wait = False
             for x in range(n * GROUP):
                 tile_before, wait_before = tile, wait
-                m, h = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
-                tile = first_tile + h * gl.cdiv(Tq, N) + m
-                bias_of_head = own_rows + h * stride
+                m, head = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
+                tile = first_tile + head * gl.cdiv(Tq, N) + m
+                bias_of_head = own_rows + head * stride
                 wait = ((m + 1) * N > from_query) & (m * N <= to_query)
                 if C == 0:
                     s, dk, dv = scores_step(
@@ -334,8 +334,8 @@ def consumer(
         dv_own.store(dv.to(dtype))
         dk_own.store((dk * scale).to(dtype))
         fence_async_shared()
-        store_part(dv_map, dv_own, b, n0, hk, C * OWN_CHANNELS)
-        store_part(dk_map, dk_own, b, n0, hk, C * OWN_CHANNELS)
+        store_part(dv_map, dv_own, b, n0, kv_head, C * OWN_CHANNELS)
+        store_part(dk_map, dk_own, b, n0, kv_head, C * OWN_CHANNELS)
         tma.store_wait(0)
         mbarrier.arrive(k_empty.index(0), count=1)
         mbarrier.arrive(v_empty.index(0), count=1)

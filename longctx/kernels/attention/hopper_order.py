@@ -74,8 +74,8 @@ class TileSchedule(NamedTuple):
 def key_tile(
     t, schedule, GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ORDERED: gl.constexpr
 ):
-    """Return tile t of the schedule: row b, key-value head hk, first key n0, and `down`; first and
-    number of the tiles of queries that see its keys; qfirst and qlast of the row.
+    """Return tile t of the schedule: row b, kv_head, first key n0, and `down`; first and number of
+    the tiles of queries that see its keys; qfirst and qlast of the row.
 
     Ordered, rows whose tiles walk up begin with their last keys; all others begin with the first
     keys, since their walks are the longest. `down` means something if walks go IN_TURN.
@@ -89,11 +89,11 @@ def key_tile(
         rank = gl.where(down, rank, tiles - 1 - rank)
     else:
         down = (t // gl.num_programs(0)) % 2 == 0
-    hk, n0 = bh % Hkv, rank * BN
+    kv_head, n0 = bh % Hkv, rank * BN
     qfirst += b * stride_ib
     qlast += b * stride_ib
     lo, full_lo, full_hi, masked = visible_tiles(qfirst, qlast, n0, gl.minimum(n0 + BN, Tk), BM)
-    return b, hk, n0, down, lo, masked + full_hi - full_lo, qfirst, qlast
+    return b, kv_head, n0, down, lo, masked + full_hi - full_lo, qfirst, qlast
 
 
 @gluon.jit
@@ -191,9 +191,11 @@ def bias_of_keys(
     if bias is None:
         return 0, 0
     else:
-        b, hk, n0, _, _, _, _, _ = key_tile(t, schedule, GROUP, BM, BN, ORDERED)
+        b, kv_head, n0, _, _, _, _, _ = key_tile(t, schedule, GROUP, BM, BN, ORDERED)
         stride = schedule.tiles * BN * BIAS_ROWS
-        return bias + (b * schedule.Hq + hk * GROUP).to(gl.int64) * stride + n0 * BIAS_ROWS, stride
+        return bias + (b * schedule.Hq + kv_head * GROUP).to(
+            gl.int64
+        ) * stride + n0 * BIAS_ROWS, stride
 
 
 class Buffers(NamedTuple):
@@ -299,11 +301,11 @@ def producer(
         t = gl.atomic_add(counter, 1)
     while t < schedule.tiles * schedule.heads:
         push(queue, count, t)
-        b, hk, n0, down, lo, n, _, _ = key_tile(t, schedule, GROUP, BM, BN, ORDERED)
+        b, kv_head, n0, down, lo, n, _, _ = key_tile(t, schedule, GROUP, BM, BN, ORDERED)
         # the walk: q and do at each step, k and v behind the first
         for x in range(n * GROUP):
-            m, h = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
-            h += hk * GROUP
+            m, head = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
+            h = kv_head * GROUP + head
             m0 = m * BM
             s = it & 1
             if it >= 2:
@@ -314,16 +316,16 @@ def producer(
             if references is not None:
                 tma_load(references, [b * Hq + h, m0], q_full.index(s), lses.index(2 + s))
             if x == 0:
-                load_keys(k, ks, k_full, k_empty, count, b, n0, hk, D)
+                load_keys(k, ks, k_full, k_empty, count, b, n0, kv_head, D)
             mbarrier.expect(do_full.index(s), BM * D * 2 + BM * 4)
             load_parts(do, dos, s, do_full.index(s), b, m0, h)
             tma_load(delta, [b * Hq + h, m0], do_full.index(s), deltas.index(s))
             if x == 0:
-                load_keys(v, vs, v_full, v_empty, count, b, n0, hk, D)
+                load_keys(v, vs, v_full, v_empty, count, b, n0, kv_head, D)
             it += 1
         if n == 0:  # consumers wait for k and v even of keys that nobody sees
-            load_keys(k, ks, k_full, k_empty, count, b, n0, hk, D)
-            load_keys(v, vs, v_full, v_empty, count, b, n0, hk, D)
+            load_keys(k, ks, k_full, k_empty, count, b, n0, kv_head, D)
+            load_keys(v, vs, v_full, v_empty, count, b, n0, kv_head, D)
         # the next tile: the first num_programs were handed out by program
         t = gl.atomic_add(counter, 1)
         if not ORDERED:
