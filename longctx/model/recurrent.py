@@ -77,7 +77,7 @@ class Recurrent(Mixer):
         sizes, C = cls.sizes(spec), spec.size
         matrices = {"qkv": (sizes.widths, C), "out": (C, sizes.widths[-1])}
         per_head = dict.fromkeys(("A_log", "dt_bias"), (sizes.value_heads,))
-        return {**matrices, "taps": (sum(sizes.widths), 1, TAPS), **per_head}
+        return {**matrices, "taps": (sizes.widths, 1, TAPS), **per_head}
 
     @classmethod
     def cost(cls, spec: MixerSpec, e: int) -> Cost:

@@ -9,7 +9,8 @@ after attention, and before the delta rule.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, ClassVar
 
 from longctx.hf.families.config_json import ConfigJson
 from longctx.hf.families.experts import Qwen2Moe
@@ -20,6 +21,8 @@ from longctx.spec.parts import Piece
 
 RECURRENT = "linear_attention"
 # Keys of config.json → options of the mixer
+MAMBA = {"mamba_n_heads": "heads", "mamba_d_head": "head_size"}
+MAMBA |= {"mamba_d_state": "state", "mamba_n_groups": "groups"}
 OPTIONS = {
     "linear_num_key_heads": "key_heads",
     "linear_num_value_heads": "value_heads",
@@ -28,30 +31,33 @@ OPTIONS = {
 }
 
 
-class DeltaFamily(Family):
-    """Layers of the gated delta rule by layer_types, else all but every fourth."""
+class HybridFamily(Family):
+    """Layers of a mixer by layer_types, else all but every fourth."""
+
+    mixer: ClassVar[str] = "gdn"
+    options: ClassVar[dict[str, str]] = OPTIONS
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         kinds = source.layer_types(layers, [RECURRENT])
         recurrent = self.default_windowed(source, layers)
         if kinds is not None:
             recurrent = [n for n, kind in enumerate(kinds) if kind != FULL]
-        mixers = ["gdn" if n in recurrent else "softmax" for n in range(layers)]
+        mixers = [self.mixer if n in recurrent else "softmax" for n in range(layers)]
         repeats = (n for n in range(1, layers) if mixers[n:] == mixers[:-n])
-        options = {ours: source.size(key) for key, ours in OPTIONS.items()}
+        options = {ours: source.size(key) for key, ours in self.options.items()}
         return {
             "mixer": mixers[: next(repeats, layers)],
-            "mixer_options": {"gdn": options} if recurrent else {},
+            "mixer_options": {self.mixer: options} if recurrent else {},
         }
 
     def read_windowed(self, source: ConfigJson, layers: int) -> list[int]:
         return []
 
     def read_keys(self) -> set[str]:
-        return super().read_keys() | OPTIONS.keys()
+        return super().read_keys() | self.options.keys()
 
 
-class Qwen35(DeltaFamily):
+class Qwen35(HybridFamily):
     """Attention has a gate, and positions may have three coordinates, which are equal in text."""
 
     def read(self, source: ConfigJson) -> GPTConfig:
@@ -114,13 +120,53 @@ class Qwen3Next(Qwen2Moe, Qwen35):
                 first += key_heads * sizes[number]
 
 
+class GraniteHybrid(HybridFamily):
+    """Layers of Mamba-2; all by default. Logits are divided by a number."""
+
+    mixer, options = "mamba2", MAMBA
+
+    def read(self, source: ConfigJson) -> GPTConfig:
+        kinds = {"mamba": RECURRENT, "attention": FULL}
+        layers = [kinds.get(kind, kind) for kind in source.get("layer_types") or []] or None
+        source = source.with_keys(**self.defaults | source | {"layer_types": layers})
+        heads, size = source.size("mamba_n_heads"), source["mamba_d_head"]
+        width = source.size("mamba_expand") * source.size("hidden_size")
+        size = width // heads if size == "auto" else size
+        source.refuse_unless("mamba_n_heads · mamba_d_head", heads * size, (width,))
+        return super().read(source.with_keys(mamba_d_head=size))
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        is_rotated = source.get("position_embedding_type") == "rope"
+        logits = {"multipliers.logits": 1 / source.number("logits_scaling", 1.0)}
+        nope = {"nope_layers": [] if is_rotated else list(range(layers))}
+        return super().read_features(source, layers) | logits | nope
+
+    def tensors(self, config: GPTConfig) -> Iterator[Piece]:
+        heads, size, state, groups = config.mixer_options.get("mamba2", {}).values() or (0,) * 4
+        inner = heads * size, groups * state, groups * state
+        sizes = {"in_proj": (heads * size, *inner, heads), "conv1d": inner}
+        # Parts of a tensor in their order
+        for piece in sorted(super().tensors(config), key=attrgetter("theirs")):
+            layer, _, name = piece.theirs.rpartition(".mamba.")
+            tensor, _, part = name.partition(".")
+            if tensor in sizes:
+                number, _, ending = part.partition(".")
+                rows = sum(sizes[tensor])
+                piece = piece._replace(
+                    theirs=f"{layer}.mamba.{tensor}.{ending}",
+                    shape=(rows, *piece.shape[1:]),
+                    fold=Share(sizes[tensor], int(number)),
+                )
+            yield piece
+
+
 # Names of norms in its folders, for layers of the delta rule and of attention
 RECURRENT_NORMS = {"input_layernorm": "attention_layer_norm"}
 RECURRENT_NORMS |= {"post_attention_layernorm": "feedforward_layer_norm"}
 ATTENTION_NORMS = {"feedforward_layer_norm": "post_attention_layernorm"}
 
 
-class OlmoHybrid(DeltaFamily):
+class OlmoHybrid(HybridFamily):
     """The state may have negative eigenvalues; without a rope_theta there are no positions."""
 
     def read(self, source: ConfigJson) -> GPTConfig:
@@ -155,17 +201,7 @@ class OlmoHybrid(DeltaFamily):
 
     def tensors(self, config: GPTConfig) -> Iterator[Piece]:
         for piece in super().tensors(config):
-            layer, _, name = piece.theirs.rpartition(".linear_attn.")
-            if name not in ("in_proj_qkv.weight", "conv1d.weight"):
-                yield piece._replace(theirs=self.named(piece.theirs, config))
-                continue
-            options, first = config.mixer_options["gdn"], 0
-            keys, values = (options[f"{x}_heads"] * options[f"{x}_size"] for x in ("key", "value"))
-            for letter, rows in zip("qkv", (keys, keys, values), strict=True):
-                theirs = f"{layer}.linear_attn.{letter}_{name.replace('in_proj_qkv', 'proj')}"
-                shape = rows, *piece.shape[1:]
-                yield piece._replace(theirs=theirs, first=first, shape=shape)
-                first += rows
+            yield piece._replace(theirs=self.named(piece.theirs, config))
 
     def tensors_of(self, config: GPTConfig, stored: Mapping[str, Any]) -> Iterator[Piece]:
         # transformers saves the convolutions in thirds, whatever the widths of q, k and v

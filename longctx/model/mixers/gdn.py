@@ -24,11 +24,11 @@ class GatedDelta(Recurrent):
 
     options = {**dict.fromkeys(Sizes._fields), "norm_eps": 0.0, "negative": False}
     names = {
-        "qkv": "linear_attn.in_proj_qkv.weight",
+        "qkv": tuple(f"linear_attn.in_proj_{part}.weight" for part in "qkv"),
         "rates": ("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"),
         "gate": "linear_attn.in_proj_z.weight",
         "out": "linear_attn.out_proj.weight",
-        "taps": "linear_attn.conv1d.weight",
+        "taps": tuple(f"linear_attn.{part}_conv1d.weight" for part in "qkv"),
         "norm": "linear_attn.norm.weight",
         "A_log": "linear_attn.A_log",
         "dt_bias": "linear_attn.dt_bias",

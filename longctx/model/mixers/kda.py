@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longctx.model.mixers.description import Cost, MixerSpec, register
 from longctx.model.mixers.gdn import GatedDelta
-from longctx.model.recurrent import CHUNK, TAPS
+from longctx.model.recurrent import CHUNK
 
 
 class KimiDelta(GatedDelta):
@@ -41,8 +41,7 @@ class KimiDelta(GatedDelta):
         del weights["rates"], weights["gate"]
         decay = {"decay_in": (keys, C), "decay_out": (heads * keys, keys), "strengths": (heads, C)}
         gate = {"gate_in": (values, C), "gate_out": (heads * values, values)}
-        others = {"taps": (weights["qkv"][0], 1, TAPS), "dt_bias": (heads * keys,)}
-        return weights | decay | gate | others
+        return weights | decay | gate | {"dt_bias": (heads * keys,)}
 
     @classmethod
     def cost(cls, spec: MixerSpec, e: int) -> Cost:

@@ -25,6 +25,17 @@ class Mamba2(Recurrent):
     """A state space with one decay of each head; null: heads for twice the hidden size."""
 
     options = {"heads": None, "head_size": 64, "state": 128, "groups": 1}
+    # The parts of a tensor have numbers: in_proj is z, x, B, C and δ, conv1d x, B and C
+    names = {
+        "gate": "mamba.in_proj.0.weight",
+        "qkv": tuple(f"mamba.in_proj.{part}.weight" for part in (3, 2, 1)),
+        "rates": "mamba.in_proj.4.weight",
+        "taps": tuple(f"mamba.conv1d.{part}.weight" for part in (2, 1, 0)),
+        "shift": tuple(f"mamba.conv1d.{part}.bias" for part in (2, 1, 0)),
+        "out": "mamba.out_proj.weight",
+        "norm": "mamba.norm.weight",
+        **{name: f"mamba.{name}" for name in ("A_log", "D", "dt_bias")},
+    }
 
     @classmethod
     def sizes(cls, spec: MixerSpec) -> Sizes:
@@ -36,7 +47,7 @@ class Mamba2(Recurrent):
     def weights(cls, spec: MixerSpec) -> Any:
         (_, heads, *_), widths, C = (sizes := cls.sizes(spec)), sizes.widths, spec.size
         matrices = {"gate": (widths[-1], C), "rates": (heads, C)}
-        others = {"shift": (sum(widths),), "D": (heads,), "norm": (widths[-1],)}
+        others = {"shift": (widths,), "D": (heads,), "norm": (widths[-1],)}
         return super().weights(spec) | matrices | others
 
     @classmethod
