@@ -25,6 +25,8 @@ PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "lm_head.": "lm_head.",
 }
+# Kinds of layers as older files name them
+OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
 
 # Keys that change the computation → the values for GPT. A missing key has the first one. A family
 # may read a key itself, and other values with it.
@@ -92,6 +94,7 @@ class ConfigJson(dict[str, Any]):
             raise self.error(
                 f"layer_types={_short(kinds)} must be a list of {layers}, one for each layer"
             )
+        kinds = [OLDER.get(kind, kind) for kind in kinds]
         for n, kind in enumerate(kinds):
             self.refuse_unless(f"layer_types[{n}]", kind, ("full_attention", *others))
         return kinds
@@ -120,7 +123,7 @@ class ConfigJson(dict[str, Any]):
         scaling = {"rope_type": kind} | {
             key: value
             for key, value in rope.items()
-            if key not in not_scaling and value is not None
+            if key not in not_scaling and value is not None and not key.startswith("mrope_")
         }
         if kind in ("llama3", "yarn", "longrope"):
             outer = self.get(ORIGINAL)

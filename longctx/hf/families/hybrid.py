@@ -1,18 +1,19 @@
-"""Code of families with layers of the gated delta rule between those of attention. families.toml
-has what tables can say.
+"""Code of families with layers of another mixer between those of attention. families.toml has what
+tables can say, also which tensors are parts of one: TENSOR.0.weight, TENSOR.1.weight.
 
-In Qwen3.5 and Qwen3-Next q_proj has the queries and the gate of each head. Qwen3-Next has experts,
-and two tensors for all that enters the delta rule, sorted by key heads. In OLMo-Hybrid norms come
-after attention, and before the delta rule.
+In Qwen3.5 and Qwen3-Next q_proj has the queries and the gate of each head. Qwen3-Next has two
+tensors for all that enters the delta rule, sorted by key heads; Granite 4 has one for all of
+Mamba-2. In OLMo-Hybrid norms come after attention, and before the delta rule.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, ClassVar
 
 from longctx.hf.families.config_json import ConfigJson
+from longctx.hf.families.dense import Granite
 from longctx.hf.families.experts import Qwen2Moe
 from longctx.hf.families.family import FULL, Family
 from longctx.hf.families.folds import Share
@@ -20,22 +21,19 @@ from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Piece
 
 RECURRENT = "linear_attention"
-# Keys of config.json → options of the mixer
+PART = re.compile(r"(model\.layers\.\d+\.)(.*)\.(\d)(\.weight|\.bias)")
+# Keys of config.json → options of the mixer, in their order
+DELTA = {"linear_num_key_heads": "key_heads", "linear_num_value_heads": "value_heads"}
+DELTA |= {"linear_key_head_dim": "key_size", "linear_value_head_dim": "value_size"}
 MAMBA = {"mamba_n_heads": "heads", "mamba_d_head": "head_size"}
 MAMBA |= {"mamba_d_state": "state", "mamba_n_groups": "groups"}
-OPTIONS = {
-    "linear_num_key_heads": "key_heads",
-    "linear_num_value_heads": "value_heads",
-    "linear_key_head_dim": "key_size",
-    "linear_value_head_dim": "value_size",
-}
 
 
 class HybridFamily(Family):
     """Layers of a mixer by layer_types, else all but every fourth."""
 
     mixer: ClassVar[str] = "gdn"
-    options: ClassVar[dict[str, str]] = OPTIONS
+    options: ClassVar[dict[str, str]] = DELTA
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         kinds = source.layer_types(layers, [RECURRENT])
@@ -45,10 +43,9 @@ class HybridFamily(Family):
         mixers = [self.mixer if n in recurrent else "softmax" for n in range(layers)]
         repeats = (n for n in range(1, layers) if mixers[n:] == mixers[:-n])
         options = {ours: source.size(key) for key, ours in self.options.items()}
-        return {
-            "mixer": mixers[: next(repeats, layers)],
-            "mixer_options": {self.mixer: options} if recurrent else {},
-        }
+        found: dict[str, Any] = {"mixer": mixers[: next(repeats, layers)]}
+        found["mixer_options"] = {self.mixer: options} if recurrent else {}
+        return super().read_features(source, layers) | found
 
     def read_windowed(self, source: ConfigJson, layers: int) -> list[int]:
         return []
@@ -56,79 +53,57 @@ class HybridFamily(Family):
     def read_keys(self) -> set[str]:
         return super().read_keys() | self.options.keys()
 
+    def parts(self, config: GPTConfig) -> dict[str, Sequence[int]]:
+        """Return tensors of a layer that have parts → rows of each part in each head."""
+        return {}
+
+    def tensors(self, config: GPTConfig) -> Iterator[Piece]:
+        sizes, pieces = self.parts(config), list[Piece]()
+        for piece in super().tensors(config):
+            if found := PART.fullmatch(piece.theirs):
+                layer, tensor, number, ending = found.groups()
+                fold = Share(sizes[tensor], int(number))
+                rows = piece.shape[0] // fold.sizes[fold.index] * sum(fold.sizes)
+                shape = rows, *piece.shape[1:]
+                piece = piece._replace(theirs=layer + tensor + ending, shape=shape, fold=fold)
+            pieces.append(piece)
+        # Parts of a tensor in their order
+        yield from sorted(pieces, key=lambda piece: getattr(piece.fold, "index", 0))
+
 
 class Qwen35(HybridFamily):
-    """Attention has a gate, and positions may have three coordinates, which are equal in text."""
-
-    def read(self, source: ConfigJson) -> GPTConfig:
-        rope = dict(source.get(source.rope_key) or {})
-        text = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
-        return super().read(source.with_keys(**{source.rope_key: text}))
+    """Attention has a gate."""
 
     def leaves_out(self, tensor: str, config: GPTConfig) -> bool:
         return tensor.startswith("mtp.")
 
-    def tensors(self, config: GPTConfig) -> Iterator[Piece]:
-        sizes = config.head_size, config.head_size
-        for piece in super().tensors(config):
-            layer, _, name = piece.theirs.rpartition(".self_attn.")
-            if name in ("q_proj.weight", "gate_proj.weight"):
-                (rows, columns), is_gate = piece.shape, name.startswith("gate")
-                piece = piece._replace(
-                    theirs=f"{layer}.self_attn.q_proj.weight",
-                    shape=(2 * rows, columns),
-                    fold=Share(sizes, int(is_gate)),
-                )
-            yield piece
+    def parts(self, config: GPTConfig) -> dict[str, Sequence[int]]:
+        return {"self_attn.q_proj": (config.head_size,) * 2}
 
 
 class Qwen35Moe(Qwen2Moe, Qwen35):
-    """Experts in all layers, so there is one width."""
-
-    def read(self, source: ConfigJson) -> GPTConfig:
-        width = (self.defaults | source)["moe_intermediate_size"]
-        return super().read(source.with_keys(intermediate_size=width))
+    """Experts in all layers."""
 
 
 class Qwen3Next(Qwen2Moe, Qwen35):
     """Queries, keys, values and gate of each key head are rows side by side, as β and decay are."""
 
-    def tensors(self, config: GPTConfig) -> Iterator[Piece]:
-        for piece in super().tensors(config):
-            layer, _, name = piece.theirs.rpartition(".linear_attn.in_proj_")
-            if not layer:
-                yield piece
-                continue
-            options = config.mixer_options["gdn"]
-            key_heads, value_heads, key, value = map(options.get, OPTIONS.values())
+    def parts(self, config: GPTConfig) -> dict[str, Sequence[int]]:
+        parts = super().parts(config)
+        for key_heads, value_heads, key, value in map(dict.values, config.mixer_options.values()):
             each = value_heads // key_heads  # value heads of a key head
-            inputs, rates = ("qkvz", (key, key, each * value, each * value)), ("ba", (each, each))
-            (tensor, sizes), numbers = {
-                "qkv.weight": (inputs, (0, 1, 2)),
-                "z.weight": (inputs, (3,)),
-                "b.weight": (rates, (0,)),
-                "a.weight": (rates, (1,)),
-            }[name]
-            first = piece.first
-            for number in numbers:
-                yield piece._replace(
-                    theirs=f"{layer}.linear_attn.in_proj_{tensor}.weight",
-                    first=first,
-                    shape=(key_heads * sum(sizes), piece.shape[1]),
-                    fold=Share(sizes, number),
-                )
-                first += key_heads * sizes[number]
+            parts["linear_attn.in_proj_qkvz"] = key, key, each * value, each * value
+            parts["linear_attn.in_proj_ba"] = each, each
+        return parts
 
 
-class GraniteHybrid(HybridFamily):
-    """Layers of Mamba-2; all by default. Logits are divided by a number."""
+class GraniteHybrid(HybridFamily, Granite):
+    """Layers of Mamba-2, all by default; positions in none of attention, or in all."""
 
     mixer, options = "mamba2", MAMBA
 
     def read(self, source: ConfigJson) -> GPTConfig:
-        kinds = {"mamba": RECURRENT, "attention": FULL}
-        layers = [kinds.get(kind, kind) for kind in source.get("layer_types") or []] or None
-        source = source.with_keys(**self.defaults | source | {"layer_types": layers})
+        source = source.with_keys(**self.defaults | source)
         heads, size = source.size("mamba_n_heads"), source["mamba_d_head"]
         width = source.size("mamba_expand") * source.size("hidden_size")
         size = width // heads if size == "auto" else size
@@ -137,27 +112,15 @@ class GraniteHybrid(HybridFamily):
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         is_rotated = source.get("position_embedding_type") == "rope"
-        logits = {"multipliers.logits": 1 / source.number("logits_scaling", 1.0)}
         nope = {"nope_layers": [] if is_rotated else list(range(layers))}
-        return super().read_features(source, layers) | logits | nope
+        return super().read_features(source, layers) | nope
 
-    def tensors(self, config: GPTConfig) -> Iterator[Piece]:
-        heads, size, state, groups = config.mixer_options.get("mamba2", {}).values() or (0,) * 4
-        inner = heads * size, groups * state, groups * state
-        sizes = {"in_proj": (heads * size, *inner, heads), "conv1d": inner}
-        # Parts of a tensor in their order
-        for piece in sorted(super().tensors(config), key=attrgetter("theirs")):
-            layer, _, name = piece.theirs.rpartition(".mamba.")
-            tensor, _, part = name.partition(".")
-            if tensor in sizes:
-                number, _, ending = part.partition(".")
-                rows = sum(sizes[tensor])
-                piece = piece._replace(
-                    theirs=f"{layer}.mamba.{tensor}.{ending}",
-                    shape=(rows, *piece.shape[1:]),
-                    fold=Share(sizes[tensor], int(number)),
-                )
-            yield piece
+    def parts(self, config: GPTConfig) -> dict[str, Sequence[int]]:
+        parts: dict[str, Sequence[int]] = {}
+        for heads, size, state, groups in map(dict.values, config.mixer_options.values()):
+            parts["mamba.conv1d"] = inner = heads * size, groups * state, groups * state
+            parts["mamba.in_proj"] = heads * size, *inner, heads
+        return parts
 
 
 # Names of norms in its folders, for layers of the delta rule and of attention
@@ -170,14 +133,13 @@ class OlmoHybrid(HybridFamily):
     """The state may have negative eigenvalues; without a rope_theta there are no positions."""
 
     def read(self, source: ConfigJson) -> GPTConfig:
-        given = {key: value for key, value in source.items() if value is not None}
         heads = source.size("num_attention_heads")
-        missing = {"linear_num_key_heads": heads, "linear_num_value_heads": heads}
-        source = source.with_keys(**missing | given)
-        size = int(0.75 * source.size("hidden_size") / source.size("linear_num_key_heads"))
-        source = source.with_keys(**{"linear_key_head_dim": size} | given)
-        twice = 2 * source.size("linear_key_head_dim")
-        return super().read(source.with_keys(**{"linear_value_head_dim": twice} | given))
+        keys = {"linear_num_key_heads": heads, "linear_num_value_heads": heads}
+        keys |= {key: value for key, value in source.items() if value is not None}
+        size = int(0.75 * source.size("hidden_size") / keys["linear_num_key_heads"])
+        keys = {"linear_key_head_dim": size} | keys
+        keys = {"linear_value_head_dim": 2 * keys["linear_key_head_dim"]} | keys
+        return super().read(source.with_keys(**keys))
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         features = super().read_features(source, layers)
