@@ -12,8 +12,7 @@ In chunks, with G the sum of g in a chunk up to a token, T = (I + tril(β k kᵀ
     N = T (β v) − T (β k e^G) S,   O = (q e^G) S + tril(q kᵀ e^{Gi−Gj}) N,
     S = e^{Gc} S + (k e^{Gc−G})ᵀ N
 
-Without β, N = v. On a GPU the kernels of fla-core (MIT, fla-org/flash-linear-attention) compute it,
-and nothing falls back to these chunks, which would be a hundred times slower.
+Without β, N = v. A GPU computes it by fla-core (MIT, fla-org/flash-linear-attention), or not at all.
 """
 
 from __future__ import annotations
@@ -32,13 +31,12 @@ from packaging.version import Version
 from torch import Tensor
 
 from longctx.model.mixer import Batch, Mixer, widened
-from longctx.model.mixers.description import Cost, MixerSpec
+from longctx.model.mixers.description import Cost, MixerSpec, rows_of
 
 # Before, and with Triton before 3.7.1, gradients are wrong on Hopper (fla #1262 and #640)
 REMEDY = "pip install 'fla-core>=0.6.0' einops"
 TAPS = 4  # tokens of a convolution
 CHUNK = 64
-FINE = 16  # tokens of a chunk if each channel has its own decay
 
 
 class Sizes(NamedTuple):
@@ -126,6 +124,9 @@ class Recurrent(Mixer):
         queries, keys, values = self.qkv(x).split(sizes.widths, dim=-1)
         queries, keys = (part.unflatten(-1, (-1, sizes.key_size)) for part in (queries, keys))
         return queries, keys, values.unflatten(-1, (-1, sizes.value_size)), *self.rates_of(x)
+
+    def rates_of(self, x: Tensor) -> Any:
+        return self.rates(x).split(rows_of(self.part.shapes["rates"]), dim=-1)
 
     def decays(self, rates: Tensor, batch: Batch | None) -> tuple[Tensor, Tensor]:
         """Return softplus(a + dt) and g, (B, T, heads, ...) like the `rates` a."""
@@ -244,7 +245,7 @@ def chunked(batch: Batch, *terms: Tensor | None) -> tuple[Tensor, Tensor | None]
     """
     given = [widened(tensor) for tensor in terms if tensor is not None]
     given = [tensor if tensor.ndim == 4 else tensor[..., None] for tensor in given]
-    tokens, size = batch.length, CHUNK if given[3].shape[3] == 1 else FINE
+    tokens, size = batch.length, CHUNK if given[3].shape[3] == 1 else 16
     more = -tokens % size  # padding, a document of its own
     # (B, T, H, D) → (chunks, B, H, size, D)
     padded = (F.pad(tensor, (0, 0, 0, 0, 0, more)) for tensor in given)

@@ -57,9 +57,6 @@ class GatedDelta(Recurrent):
         # q and k normed, and T
         return Cost(flops, saved + e * (2 * sizes.widths[0] + CHUNK * sizes.value_heads), backward)
 
-    def rates_of(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.rates(x).chunk(2, dim=-1)
-
     def strength(self, rates: Tensor) -> Tensor:
         """Return β, (B, T, heads) like the `rates` b."""
         return widened(rates).sigmoid() * (2 if self.part.options["negative"] else 1)

@@ -50,7 +50,7 @@ class KimiDelta(GatedDelta):
         saved = given.saved + e * (heads * (keys + CHUNK) + keys + values)
         return Cost(given.flops, saved, given.backward + (e + 8) * heads * keys)
 
-    def rates_of(self, x: Tensor) -> tuple[Tensor, ...]:
+    def rates_of(self, x: Tensor) -> Any:
         keys = self.sizes(self.part).key_size
         return self.strengths(x), self.decay_out(self.decay_in(x)).unflatten(-1, (-1, keys))
 

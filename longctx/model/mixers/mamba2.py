@@ -10,7 +10,7 @@ normed in each group.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,16 +26,12 @@ class Mamba2(Recurrent):
 
     options = {"heads": None, "head_size": 64, "state": 128, "groups": 1}
     # The parts of a tensor have numbers: in_proj is z, x, B, C and δ, conv1d x, B and C
-    names = {
-        "gate": "mamba.in_proj.0.weight",
-        "qkv": tuple(f"mamba.in_proj.{part}.weight" for part in (3, 2, 1)),
-        "rates": "mamba.in_proj.4.weight",
-        "taps": tuple(f"mamba.conv1d.{part}.weight" for part in (2, 1, 0)),
-        "shift": tuple(f"mamba.conv1d.{part}.bias" for part in (2, 1, 0)),
-        "out": "mamba.out_proj.weight",
-        "norm": "mamba.norm.weight",
-        **{name: f"mamba.{name}" for name in ("A_log", "D", "dt_bias")},
-    }
+    names: ClassVar[dict[str, Any]] = {"norm": "mamba.norm.weight", "out": "mamba.out_proj.weight"}
+    names |= {"A_log": "mamba.A_log", "D": "mamba.D", "dt_bias": "mamba.dt_bias"}
+    names |= {"gate": "mamba.in_proj.0.weight", "rates": "mamba.in_proj.4.weight"}
+    names |= {"qkv": tuple(f"mamba.in_proj.{part}.weight" for part in (3, 2, 1))}
+    names |= {"taps": tuple(f"mamba.conv1d.{part}.weight" for part in (2, 1, 0))}
+    names |= {"shift": tuple(f"mamba.conv1d.{part}.bias" for part in (2, 1, 0))}
 
     @classmethod
     def sizes(cls, spec: MixerSpec) -> Sizes:
@@ -56,9 +52,6 @@ class Mamba2(Recurrent):
         # Δ x; in backward B and C of each head, and their gradients
         saved = given.saved + e * heads * size
         return Cost(given.flops, saved, given.backward + 4 * e * heads * state)
-
-    def rates_of(self, x: Tensor) -> tuple[Tensor, ...]:
-        return (self.rates(x),)
 
     def terms(self, batch: Batch | None, *tensors: Tensor) -> tuple[Tensor | None, ...]:
         *groups, inputs, rates = tensors
