@@ -40,7 +40,7 @@ LENGTHS = (1, 2, 33, 70, 5, 64, 17)  # of documents; the last one is padding in 
 CHANGED = 60  # the leak check changes the fourth document from this token on
 LARGE = 2**31  # elements, from which on offsets of 32 bits are wrong
 EXACT = 5e-5
-SIZES: dict[str, Any] = {"channels": 64, "heads": 4, "kv_heads": 4, "ffn": 96, "vocab_size": 97}
+SIZES: Any = {"channels": 64, "heads": 4, "kv_heads": 4, "ffn": 96, "vocab_size": 97, "layers": 2}
 POLICIES = (
     MemoryConfig("balanced", mlp_tile=50),
     MemoryConfig("balanced", keep_every=2, attention_again=1.0),
@@ -75,7 +75,7 @@ class Trial:
     def model(self, memory: MemoryConfig | str = "fast", **sizes: int) -> GPT:
         """Return a model with random weights, the same each time."""
         torch.manual_seed(0)
-        config = GPTConfig(layers=2, mixer=[self.mixer], init_std=0.1, **SIZES | sizes)
+        config = GPTConfig(mixer=[self.mixer], init_std=0.1, **SIZES | sizes)
         return GPT(config, self.attention, memory).to(self.device)
 
     def inputs(self, rows: int, tokens: int = sum(LENGTHS), size: int = 64) -> Tensor:
