@@ -25,8 +25,7 @@ SIZES = {"vocab_size": 61, "layers": 3, "channels": 32, "heads": 4, "kv_heads": 
 MEMORIES = (
     MemoryConfig("fast"),
     MemoryConfig("balanced", keep_every=2, mlp_tile=5),
-    MemoryConfig("fast", recompute="mlp", mlp_tile=7),
-    MemoryConfig("long", mlp_tile=9),
+    MemoryConfig("balanced", keep_every=2, mlp_tile=9, offload=0.6, attention_again=0.5),
 )
 
 
