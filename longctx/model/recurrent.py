@@ -12,7 +12,7 @@ In chunks, with G the sum of g in a chunk up to a token, T = (I + tril(β k kᵀ
     N = T (β v) − T (β k e^G) S,   O = (q e^G) S + tril(q kᵀ e^{Gi−Gj}) N,
     S = e^{Gc} S + (k e^{Gc−G})ᵀ N
 
-Without β, N = v. A GPU computes it by fla-core (MIT, fla-org/flash-linear-attention), or not at all.
+Without β, N = v. A GPU computes it by fla-core (MIT) or not at all: chunks would be slow there.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class Recurrent(Mixer):
         state = 4.0 * sizes.key_size * values
         # Products inside chunks; reading and changing the state; convolutions
         flops = heads * 4 * CHUNK * (sizes.key_size + sizes.value_size) + 1.5 * state
-        # Tensors before and after convolutions, the output, rates; g and β
+        # Tensors before and after convolutions, the output, rates; g and β; then states of chunks
         saved = e * (2 * channels + values + 2 * heads) + 8 * heads
-        backward = e * (3 * channels + 2 * values) + 2 * state / CHUNK
+        backward = e * 2 * (channels + values) + state / CHUNK
         return Cost(flops + 2 * TAPS * channels, saved, backward)
 
     @classmethod

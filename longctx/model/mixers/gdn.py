@@ -53,9 +53,9 @@ class GatedDelta(Recurrent):
 
     @classmethod
     def cost(cls, spec: MixerSpec, e: int) -> Cost:
-        sizes, (flops, saved, backward) = cls.sizes(spec), super().cost(spec, e)
-        # q and k normed, and T
-        return Cost(flops, saved + e * (2 * sizes.widths[0] + CHUNK * sizes.value_heads), backward)
+        flops, saved, backward = super().cost(spec, e)
+        # T; q and k normed are in the place of those before
+        return Cost(flops, saved + e * CHUNK * cls.sizes(spec).value_heads, backward)
 
     def strength(self, rates: Tensor) -> Tensor:
         """Return β, (B, T, heads) like the `rates` b."""

@@ -46,9 +46,9 @@ class KimiDelta(GatedDelta):
     @classmethod
     def cost(cls, spec: MixerSpec, e: int) -> Cost:
         (_, heads, keys, values), given = cls.sizes(spec), super().cost(spec, e)
-        # a, what is between two matrices, and q kᵀ of chunks
+        # a, what is between two matrices, and q kᵀ of chunks; in backward g and gradients in fp32
         saved = given.saved + e * (heads * (keys + CHUNK) + keys + values)
-        return Cost(given.flops, saved, given.backward + (e + 8) * heads * keys)
+        return Cost(given.flops, saved, given.backward + (e + 20) * heads * keys)
 
     def rates_of(self, x: Tensor) -> Any:
         keys = self.sizes(self.part).key_size
