@@ -171,8 +171,8 @@ class AttentionConfig(Group):
 
     @property
     def variant(self) -> str | None:
-        """Return the setting by which it is no plain softmax attention, or None."""
-        if not all(x.description.exact for x in self.each):
+        """Return the setting by which it is no plain softmax attention, or may be none, or None."""
+        if not all(x.backend in CHOICES and x.description.exact for x in self.each):
             return f"attention={self.label}"
         score = self.options.get("score", "none")
         return None if score == "none" else f"attention.options.score={score}"

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from longctx import files, hub_snapshot, plugins, untrusted
+from longctx.config.fields import refuse
 from longctx.data import Tokenizer
 from longctx.hf import model_folder
 from longctx.hf.families import read_model, write_config
@@ -106,6 +107,7 @@ def run(file: Path, out: Path, precision: str | None, shard_gb: float, adapter: 
         checkpoint = read(file)
         saved = checkpoint["longctx"]["config"]
         seq_len, described = int(saved["seq_len"]), GPTConfig.of_saved(saved["model"])
+        refuse((seq_len < 1, f"seq_len={seq_len}"))
         model, added, config = adapted_model(file, checkpoint, described)
     if variant := plugins.attention_of(saved, file).variant:
         raise ValueError(

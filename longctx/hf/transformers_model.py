@@ -335,7 +335,7 @@ class TransformersModel(GPT):
         """Draw the matrices anew; vectors are as transformers sets them, and else ones."""
         # Saved buffers and some vectors have no initialization of their own
         for weight in self.parameters():
-            if weight.ndim < 2:
+            if weight.ndim < 2 or is_packed(weight):
                 nn.init.ones_(weight)
         with self.random_state_kept():
             for module in self.modules():

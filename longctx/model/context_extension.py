@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from longctx.config.fields import refuse
 from longctx.config.rope_config import KEYS, ORIGINAL, RopeConfig
 from longctx.spec.model_config import GPTConfig
 
@@ -31,6 +32,8 @@ def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfi
     if len(model.nope_layers) == model.layers and kind != "keep":
         raise ValueError(f"rope={rope.type}: no layer has positions to stretch; leave rope out")
     if kind == "keep":
+        unused = f"rope.original={rope.original}: nothing is stretched to seq_len={seq_len}"
+        refuse((rope.original, f"{unused}; leave it out"))
         is_short = rope.type == "keep" or seq_len <= model.context
         # Positions of rope_type=dynamic stretch themselves, and some models have none
         return model, "" if is_short else "auto: kept, its layers take any length"
@@ -50,16 +53,10 @@ def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfi
     original = rope.original or int(trained)
     factor = rope.factor or seq_len / original
     reached = int(factor * original + 1e-6)  # 1.001 · 1,000 is less than 1,001 in fp64
-    if reached < seq_len:
-        raise ValueError(
-            f"rope.factor={factor:g}: stretches {original:,} tokens to {reached:,}, less than "
-            f"seq_len={seq_len}; give rope.factor={seq_len / original} or leave it out"
-        )
-    if factor < 1:
-        raise ValueError(
-            f"rope={rope.type}: the weights' {original:,} tokens hold seq_len={seq_len} already; "
-            "leave rope out"
-        )
+    short = f"rope.factor={factor:g}: stretches {original:,} tokens to {reached:,}, less than "
+    short += f"seq_len={seq_len}; give rope.factor={seq_len / original} or leave it out"
+    held = f"rope={rope.type}: the weights' {original:,} tokens hold seq_len={seq_len} already"
+    refuse((reached < seq_len, short), (factor < 1, f"{held}; leave rope out"))
 
     # Options become keys of rope_scaling, so its errors are reworded to name the option
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}

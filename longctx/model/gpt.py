@@ -96,8 +96,9 @@ class GPT(nn.Module):
             for path, linear in block.linears.items()
             if linear.into_residual
         }
-        for weight in self.parameters():  # biases, sinks, corrections
-            if weight.ndim == 1:
+        # Biases, sinks, corrections; of packed weights any byte may be half of a NaN
+        for weight in self.parameters():
+            if weight.ndim == 1 or is_packed(weight):
                 nn.init.zeros_(weight)
         for name, module in self.named_modules():
             if isinstance(module, RMSNorm):

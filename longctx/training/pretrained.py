@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longctx import hub_snapshot, untrusted
+from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import DataConfig
+from longctx.config.fields import refuse
 from longctx.config.train_config import TrainConfig
 from longctx.data import Data, chat
 from longctx.data.tokenizer import check_same_ids
@@ -73,16 +75,16 @@ def model_of(config: TrainConfig, device: str, overrides: Mapping[str, str]) -> 
     vocab_size = config.model.vocab_size if "model.vocab_size" in overrides else None
     if run_folder.is_run(folder):
         weights_reader().asked_of(config, Path(init))
-        file, model = read_run(init, folder, vocab_size)
+        file, model, variant = read_run(init, folder, vocab_size)
+        if variant not in (None, config.attention.variant):
+            source += f", trained with {variant}"
         init, home = str(file), file.resolve().parent.parent
     else:
         model = read_hugging_face(init, folder, vocab_size, config)
         init, home = str(folder) if from_hub is None else init, folder
         settings = untrusted.read_settings(folder / "config.json").items()
         # As attention_dropout and attn_pdrop
-        dropouts = [
-            f"{x}={value}" for x, value in settings if value and x.endswith(("dropout", "pdrop"))
-        ]
+        dropouts = [f"{x}={y}" for x, y in settings if y and x.endswith(("dropout", "pdrop"))]
         source += f", without its {', '.join(dropouts)}" if dropouts else ""
     # Weights do not say how their experts were balanced
     if BALANCE in overrides:
@@ -108,20 +110,19 @@ def read_hugging_face(
     return model
 
 
-def read_run(init: str, folder: Path, vocab_size: int | None) -> tuple[Path, GPTConfig]:
-    """Return the checkpoint of a run (its newest one, if none is named), and the model. LoRA's
-    additions become part of the weights.
+def read_run(init: str, folder: Path, vocab_size: int | None) -> tuple[Path, GPTConfig, str | None]:
+    """Return the checkpoint of a run (its newest one, if none is named), the model, and the setting
+    by which its attention is no plain softmax. LoRA's additions become part of the weights.
     """
-    if vocab_size is not None:
-        raise ValueError(
-            f"model.vocab_size={vocab_size}: the weights of init={init} decide that; leave it out"
-        )
+    decided = f"model.vocab_size={vocab_size}: the weights of init={init} decide that; leave it out"
+    refuse((vocab_size is not None, decided))
     file = run_folder.checkpoint_of(folder, "init")
     checkpoints.verify(file)
     with opened(file):
         saved = checkpoints.read(file)["longctx"]["config"]
         model = GPTConfig.of_saved(saved["model"])
-        return file, replace(model, context=max(saved["seq_len"], model.context or 0))
+        variant = AttentionConfig(**saved.get("attention", {})).variant
+        return file, replace(model, context=max(saved["seq_len"], model.context or 0)), variant
 
 
 def copy_into(model: GPT, name: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from longctx.config.fields import build
+from longctx.config.fields import build, refuse
 from longctx.config.train_config import TrainConfig
 from longctx.model import saved_weights
 from longctx.runs import checkpoints, run_folder
@@ -28,11 +28,8 @@ def continued(run: Run) -> Run:
     with opened(path, folder):
         about, steps_done = checkpoint["longctx"], checkpoint["steps_done"]
         assert run.data is not None
-        if run.data.fingerprint != about["data"]:
-            raise ValueError(
-                f"resume={folder}: the documents, their split or the tokenizer are no longer those "
-                "that the run began with"
-            )
+        changed = f"resume={folder}: the documents, their split or the tokenizer are no longer"
+        refuse((run.data.fingerprint != about["data"], f"{changed} those that the run began with"))
         run_folder.check_unedited(folder, about["config"], run.saved)
         # The tensors, before anything computes with them
         workload = run.workload
@@ -46,16 +43,15 @@ def continued(run: Run) -> Run:
         checkpoints.check_states(path, checkpoint, expected)
         # A run that has ended says so; else it would train one step more
         validations = checkpoint["best"]["since"]
-        if config.patience is not None and validations >= config.patience:
-            raise ValueError(
-                f"resume={folder}: the run has ended after {validations} validations without a "
-                "lower loss; to go on, give a larger patience=, or patience=null"
-            )
-        if steps_done >= run.max_steps:
-            raise ValueError(
-                f"resume={folder}: the run has done its {steps_done:,} steps; to go on, give a "
-                "larger max_steps="
-            )
+        is_over = config.patience is not None and validations >= config.patience
+        ended = (
+            f"resume={folder}: the run has ended after {validations} validations without a lower"
+        )
+        done = (
+            f"resume={folder}: the run has done its {steps_done:,} steps; to go on, give a larger"
+        )
+        patience = f"{ended} loss; to go on, give a larger patience=, or patience=null"
+        refuse((is_over, patience), (steps_done >= run.max_steps, f"{done} max_steps="))
         before = schedule_of(build(TrainConfig, about["config"]), workload)
         rate_note = run.schedule.change(before, steps_done, f"resume={folder}")
     return replace(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention.communication import Moment, elapsed_ms, now
+from longctx.config.fields import refuse
 from longctx.parallel.mesh import Parallel
 from longctx.spec import hardware
 from longctx.spec.step import Workload
@@ -171,6 +172,7 @@ class Meter:
         self.device_seconds = float(state.get("device_seconds", self.seconds))
         self.spent, self.waited = float(state["spent"]), float(state["waited"])
         self.steps = self.steps_before = int(state["steps"])
+        refuse((not 0 <= self.steps < 2**53, "meter.steps is no number of steps"))
         # The saved sums are over all ranks, so only one rank may add them
         if self.parallel.is_first:
             self.counts += torch.tensor(state["counts"])

@@ -244,6 +244,10 @@ def test_every_way_in_takes_the_scores_of_the_run(tmp_path, refused, capsys):
     refused(cli.main(["export", str(a_run), "out", plugin]), trained)
     refused(cli.main([*generate, plugin, "attention=flex"]), "on a CPU; use attention=naive")
     assert cli.main([*generate, plugin, "attention=naive", "max_new_tokens=2"]) == 0
+    capsys.readouterr()
+    begun = [x for x in WORDS[2:] if not x.startswith(("data.vocab_size", "plugins"))]
+    assert cli.main(["train", f"init={a_run}", *begun, "dry_run=true", "plugins=[]"]) == 0
+    assert trained in capsys.readouterr().out
     forget()
     capsys.readouterr()
     for command in (generate, ["export", str(a_run), "out"], ["eval", *words[::2]]):

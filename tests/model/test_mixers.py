@@ -151,6 +151,10 @@ def test_what_a_mixer_lacks_is_refused(monkeypatch):
     monkeypatch.setattr(MIXERS["short"], "exact", ("tap",))
     with pytest.raises(ValueError, match=r"exact=\['tap'\]: its weights are inputs, taps, out"):
         small("short")
+    monkeypatch.setattr(MIXERS["short"], "exact", ())
+    monkeypatch.setattr(MIXERS["short"], "cost", lambda spec, e: Cost(spec.no_such))
+    with pytest.raises(ValueError, match=r"short: test_mixers\.py, line \d+: AttributeError: "):
+        config.validate()
 
 
 def test_the_lock_has_the_hash_of_a_mixer():

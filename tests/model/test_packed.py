@@ -121,6 +121,11 @@ def test_bytes_are_predicted(sizes):
     model = with_base(**sizes)
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     assert LoraConfig(rank=3, base="nf4").frozen_bytes(model.config, each=4) == frozen
+    # Memory that holds nothing yet, as in a dry run
+    for p in filter(packed.is_packed, model.parameters()):
+        p.fill_(255)
+    model.init_weights()
+    assert model(TOKENS).isfinite().all()
 
 
 @pytest.mark.parametrize("by_transformers", ["never", "always"])

@@ -77,10 +77,12 @@ KNOWN = [
     (("random",), 0),
     (("tensors", "model.norm.weight", "dtype"), "int64"),
     (("meter", "loss"), 10**400),
+    (("meter", "steps"), -1),
     (("steps_done",), "x"),
     (("files", "shard-00000-000.safetensors"), 3),
     (("longctx", "config", "model"), 3),
     (("longctx", "config", "seq_len"), None),
+    (("longctx", "config", "seq_len"), -1),
     (("param_groups",), {}),
 ]
 

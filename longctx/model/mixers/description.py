@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd, prod
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any, NamedTuple
 
 from longctx.config.fields import Group, key
 from longctx.spec.parts import AttentionSpec, LinearSpec, Piece
 
 SOFTMAX = "softmax"  # attention by the backend that attention= names
+# Keys of a model that only layers with softmax attention read
+OF_SOFTMAX = ("window", "sinks", "softcap", "attention_scale", "attention_gate", "qkv_bias")
 FILES = {module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])}
 # Name → class, None until its file is imported
 MIXERS: dict[str, Any] = dict.fromkeys((SOFTMAX, *sorted(FILES - {Path(__file__).stem})))
@@ -118,6 +121,20 @@ class MixerSpec(AttentionSpec):
         return int(self.computed_by.softmax_calls)
 
     @property
+    def problem(self) -> str | None:
+        """Return why its class makes no layer, with a remedy, or None."""
+        try:
+            problem, _ = self.computed_by.problem(self), self.shapes
+            if not problem and (unknown := {*self.computed_by.exact} - self.shapes.keys()):
+                problem = f"exact={sorted(unknown)}: its weights are {', '.join(self.shapes)}"
+            problem = problem or (not self.linears and "its weights have no matrix; give it one")
+            return problem or (sum(self.cost(2)) < 0 and "its cost is less than 0") or None
+        except Exception as error:  # of a plugin
+            frame = extract_tb(error.__traceback__)[-1]
+            place = f"{Path(frame.filename).name}, line {frame.lineno}"
+            return f"{place}: {type(error).__name__}: {error}"
+
+    @property
     def softmax(self) -> AttentionSpec:
         """Return the attention layer of its sizes."""
         sizes = self.name, self.folder, self.size, self.model, self.window, self.rope
@@ -171,11 +188,12 @@ class MixerKeys(Group):
                 if not (default is None or is_number or type(value) is type(default)):
                     yield f"model.mixer_options.{name}.{option}={value}: its default is {default}"
         for name, part in layers.items():
-            problem = part.computed_by.problem(part)
-            if not problem and (unknown := {*part.computed_by.exact} - part.shapes.keys()):
-                problem = f"exact={sorted(unknown)}: its weights are {', '.join(part.shapes)}"
-            if problem or not part.linears:
-                yield f"model.mixer={name}: {problem or 'its weights have no matrix; give it one'}"
+            if problem := part.problem:
+                yield f"model.mixer={name}: {problem}"
+        has_softmax = SOFTMAX in self.mixer or any(x.softmax_calls for x in layers.values())
+        for name in () if has_softmax else OF_SOFTMAX:
+            if (value := getattr(model, name)) not in (None, False, "none"):
+                yield f"model.{name}={value}: no layer has softmax attention; leave it out"
 
 
 def layer(mixer: str, *sizes: Any) -> AttentionSpec:
