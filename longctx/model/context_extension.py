@@ -87,9 +87,7 @@ def automatic(model: GPTConfig, seq_len: int) -> str:
     kind = model.rope_scaling.get("rope_type", "default")
     if seq_len <= model.context or kind == "dynamic" or len(model.nope_layers) == model.layers:
         return "keep"
-    if kind == "longrope":
-        raise ValueError(
-            f"rope=auto: longrope's factors were searched for {model.context:,} tokens, and "
-            f"seq_len={seq_len} is more; say rope=keep, yarn, or longrope with factors for it"
-        )
+    searched = f"rope=auto: longrope's factors were searched for {model.context:,} tokens, and "
+    searched += f"seq_len={seq_len} is more; say rope=keep, yarn, or longrope with factors for it"
+    refuse((kind == "longrope", searched))
     return "yarn" if kind == "default" else kind

@@ -44,18 +44,13 @@ if HAS_TRITON:
 
 
 class Correction(nn.Module):
-    """A number for each expert, added to its score for the choice alone. It is not trained: loaded,
-    it stays as it is, in fp32.
-    """
+    """A number for each expert, added to its score for the choice alone. It is not trained."""
 
     exact = ("weight",)
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(count), requires_grad=False)
-
-    def forward(self, scores: Tensor) -> Tensor:
-        return scores.detach() + self.weight
 
 
 class Experts(nn.Module):
@@ -112,7 +107,7 @@ class Experts(nn.Module):
         else:
             scores = logits.to(wide).sigmoid()
             total = scores.sum(-1, keepdim=True)
-            chances, ranking = scores / total, self.correction(scores)
+            chances, ranking = scores / total, scores.detach() + self.correction.weight
         balance = running() if self.is_balanced else None
         if balance is not None and chances.requires_grad:
             chances.register_hook(balance.with_own_gradient)

@@ -188,13 +188,10 @@ class GPT(nn.Module):
 
         Raises ValueError if tokens, targets or mask do not fit together.
         """
-        unequal = targets is not None and targets.shape != tokens.shape
-        if tokens.ndim != 2 or unequal or not tokens.numel():
-            shapes = tuple(tokens.shape), None if targets is None else tuple(targets.shape)
-            raise ValueError(
-                f"tokens and targets must both be (B, T), of at least one token, got {shapes[0]} "
-                f"and {shapes[1]}"
-            )
+        shapes = [tuple(x.shape) for x in (tokens, targets) if x is not None]
+        if tokens.ndim != 2 or len({*shapes}) > 1 or not tokens.numel():
+            wanted = "tokens and targets must both be (B, T), of at least one token"
+            raise ValueError(f"{wanted}, got {' and '.join(map(str, shapes))}")
         mask, (B, T), context = Mask.of(mask), tokens.shape, self.context
         # Ranks take equal shares of a sequence, so T is padded to N, a multiple of their number
         N = padded(T, context.ranks.count, context.method)

@@ -83,8 +83,7 @@ class MixerSpec(AttentionSpec):
 
     @cached_property
     def linears(self) -> tuple[LinearSpec, ...]:
-        matrices = {name: shape for name, shape in self.shapes.items() if len(shape) == 2}
-        stacked = {name: (rows_of(shape), shape[1]) for name, shape in matrices.items()}
+        stacked = {name: (rows_of(x), x[1]) for name, x in self.shapes.items() if len(x) == 2}
         # `pieces` has the names of their tensors
         return tuple(
             LinearSpec(name, ("",) * len(rows), rows, columns, False, name == "out")
@@ -121,20 +120,6 @@ class MixerSpec(AttentionSpec):
         return int(self.computed_by.softmax_calls)
 
     @property
-    def problem(self) -> str | None:
-        """Return why its class makes no layer, with a remedy, or None."""
-        try:
-            problem, _ = self.computed_by.problem(self), self.shapes
-            if not problem and (unknown := {*self.computed_by.exact} - self.shapes.keys()):
-                problem = f"exact={sorted(unknown)}: its weights are {', '.join(self.shapes)}"
-            problem = problem or (not self.linears and "its weights have no matrix; give it one")
-            return problem or (sum(self.cost(2)) < 0 and "its cost is less than 0") or None
-        except Exception as error:  # of a plugin
-            frame = extract_tb(error.__traceback__)[-1]
-            place = f"{Path(frame.filename).name}, line {frame.lineno}"
-            return f"{place}: {type(error).__name__}: {error}"
-
-    @property
     def softmax(self) -> AttentionSpec:
         """Return the attention layer of its sizes."""
         sizes = self.name, self.folder, self.size, self.model, self.window, self.rope
@@ -142,7 +127,12 @@ class MixerSpec(AttentionSpec):
 
     def cost(self, e: int) -> Cost:
         """Return its cost with activations of e bytes."""
-        return Cost(*self.computed_by.cost(self, e))
+        try:
+            return Cost(*map(float, self.computed_by.cost(self, e)))
+        except Exception as error:  # of a plugin
+            frame = extract_tb(error.__traceback__)[-1]
+            place = f"model.mixer={self.mixer}: cost: {frame.filename}, line {frame.lineno}"
+            raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
 
     def flops(self, pairs: float) -> float:
         return self.softmax_calls * super().flops(pairs) + 3 * self.cost(2).flops
@@ -188,8 +178,11 @@ class MixerKeys(Group):
                 if not (default is None or is_number or type(value) is type(default)):
                     yield f"model.mixer_options.{name}.{option}={value}: its default is {default}"
         for name, part in layers.items():
-            if problem := part.problem:
-                yield f"model.mixer={name}: {problem}"
+            problem = part.computed_by.problem(part)
+            if not problem and (unknown := {*part.computed_by.exact} - part.shapes.keys()):
+                problem = f"exact={sorted(unknown)}: its weights are {', '.join(part.shapes)}"
+            if problem or not part.linears:
+                yield f"model.mixer={name}: {problem or 'its weights have no matrix; give it one'}"
         has_softmax = SOFTMAX in self.mixer or any(x.softmax_calls for x in layers.values())
         for name in () if has_softmax else OF_SOFTMAX:
             if (value := getattr(model, name)) not in (None, False, "none"):
