@@ -20,7 +20,7 @@ from longctx.evaluation.score import Scorer
 from longctx.hf import model_folder
 from longctx.hf.export import export, export_adapter
 from longctx.hf.families import FAMILIES
-from longctx.hf.families.hybrid import DeltaFamily
+from longctx.hf.families.hybrid import HybridFamily
 from longctx.hf.proof import prove
 from longctx.hf.transformers_model import TransformersModel, described
 from longctx.model import lora
@@ -38,7 +38,7 @@ LOADED = ("deepseek_v3", "gpt2", "granitemoe", "lfm2", "zamba2")
 SLOWER = ("cohere2", "dots1", "ernie4_5_moe", "glm", "minimax_m2", "olmoe", "opt")
 LOADED = [*LOADED, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOWER)]
 # Computed by longctx too
-RECURRENT = {kind for kind, family in FAMILIES.items() if isinstance(family, DeltaFamily)}
+RECURRENT = {kind for kind, family in FAMILIES.items() if isinstance(family, HybridFamily)}
 OURS = set(FAMILIES) & set(CONFIG_MAPPING) - set(FAST) - RECURRENT
 KINDS = [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in sorted(OURS))]
 
