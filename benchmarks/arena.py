@@ -1,31 +1,35 @@
 """The arena: mixers trained alike on equal tokens, and one page that compares them.
 
 An entrant is a name of model.mixer=, also of a plugin, of attention.options.score=, or of SETTINGS.
-Each is a run of train.py in a process of its own; then steps of other lengths are timed.
+Each is a run of train.py in a process of its own, which is asked for pass keys. Then each is alone
+on the machine: steps of several lengths are timed.
 """
 
+import fcntl
+import json
 import re
 import shutil
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from math import nan
 from pathlib import Path
+from subprocess import run as output_of
 
 from matplotlib.figure import Figure
 
-from benchmarks.cards import table
 from benchmarks.points import Row, decided, point, training_run
-from benchmarks.processes import ROOT, finished
-from benchmarks.report import machine, save_figure, write_json
+from benchmarks.processes import ROOT, finished, in_child
+from benchmarks.report import machine, save_figure, table, write_json
 from benchmarks.words import check_unused
 from longctx import files
 from longctx.attention.description import SCORES
 from longctx.config.fields import Group, key
-from longctx.model.mixers.description import MIXERS
+from longctx.model.mixers.description import FILES, MIXERS, SOFTMAX
 from longctx.report.compare import positions
 from longctx.runs import metrics, metrics_file
 from longctx.spec.step import Workload
+from longctx.system import child_environment
 from longctx.tables import cell
 
 TAKES_TRAINING_KEYS = True
@@ -37,8 +41,8 @@ SETTINGS = {
     "nope": "model.nope_layers={all}",
     "gdn-softmax": "model.mixer=[gdn,gdn,gdn,softmax]",
 }
-SETTINGS |= {x: f"plugins=[examples/{x}.py] model.mixer=[{x}]" for x in ("xsa", "differential")}
-ALL = ("softmax", *SETTINGS, "fox", "gdn", "kda", "mamba2")
+OWN = {x: f"plugins=[{ROOT}/examples/{x}.py] model.mixer=[{x}]" for x in ("xsa", "differential")}
+SETTINGS |= OWN
 # What a machine trains in about ten minutes, and the tokens of each run
 USUAL = {
     "cuda": "model.layers=8 model.channels=512 model.heads=8 model.kv_heads=8 model.ffn=1408 "
@@ -47,22 +51,33 @@ USUAL = {
     "data.vocab_size=512",
 }
 TOKENS = {"cuda": 2**23, "cpu": 3 * 2**16}
+LENGTHS = {"cuda": (8192, 16384, 32768, 65536), "cpu": ()}
 FIGURES = ("val_loss", "tokens_per_second", "memory_peak_gib", "process_peak_gib")
+LATE = "no minutes left"
+LATE_POINT: Row = {"failed": LATE}
+KEYS_FOUND = "pass keys found, from the beginning of a text to its end"
+BY_LENGTH = ("tokens/s of steps", "GiB of steps", KEYS_FOUND)
 
 
 @dataclass(frozen=True)
 class Options(Group):
     """Who trains, and how much; keys of train.py may follow, such as model=124m seq_len=16384."""
 
-    mixers: tuple[str, ...] = key(ALL, "mixers, names of score functions, or of settings")
+    mixers: tuple[str, ...] = key(
+        (SOFTMAX, *SETTINGS, *sorted(FILES & MIXERS.keys())),
+        "mixers, names of score functions, or of settings",
+    )
     tokens: int | None = key(None, "of each run; null: 8.4 million, on a CPU 196,608")
-    lengths: tuple[int, ...] | None = key(None, "of steps to time; null: 65,536 on a GPU")
+    lengths: tuple[int, ...] | None = key(None, "of steps to time; null: 8,192 to 65,536 on a GPU")
+    passkeys: tuple[int, ...] | None = key(None, "tokens of texts with pass keys; null: to seq_len")
+    check: bool = key(True, "show what longctx check prints of each")
+    jobs: int = key(1, "runs at a time; with several only steps are timed")
     minutes: float = key(12.0, "for all; later runs and steps are left out")
     out: str = key("runs/arena", "a folder for the runs, page.md, page.png and page.json")
 
 
 def run(options: Options, command: str, overrides: list[str]) -> None:
-    """Train and time each entrant; write the page again after each."""
+    """Train, ask, check and time each entrant; write the page again after each."""
     import torch
 
     check_unused(overrides, TAKEN)
@@ -70,26 +85,49 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     end, out = time.monotonic() + 60 * options.minutes, Path(options.out)
     given = {re.split("[.=]", x)[0] for x in overrides}
     words = [x for x in USUAL[device].split() if re.split("[.=]", x)[0] not in given] + overrides
-    plain = training_run(words, device).workload  # plugins register their names
-    steps = max(1, (options.tokens or TOKENS[device]) // plain.tokens_per_step)
-    entrants = {name: settings(name, plain) for name in options.mixers}
-    about = {"command": command, "tokens of each run": steps * plain.tokens_per_step, **machine()}
-    rows: list[Row] = []
+    plain = training_run(words, device)  # plugins register their names
+    of_step = plain.workload.tokens_per_step
+    steps = max(1, (options.tokens or TOKENS[device]) // of_step)
+    entrants = {x: [*words, *settings(x, plain.workload)] for x in options.mixers}
+    for own in entrants.values():  # a key is given once
+        if plugins := plugins_of(own):
+            own[:] = [x for x in own if not x.startswith("plugins=")]
+            own.append(f"plugins=[{','.join(plugins)}]")
     # All models are checked before the first one trains
-    models = {name: training_run([*words, *own], device).workload for name, own in entrants.items()}
-    for name, own in entrants.items():
-        parameters = models[name].parameters
-        print(f"{name}: {parameters:,} parameters", flush=True)
-        row = trained([*words, *own, f"max_steps={steps}"], out / name, end)
-        lengths = (65536,) * (device == "cuda") if options.lengths is None else options.lengths
-        for length in () if row["failed"] or time.monotonic() > end else lengths:
-            others = [word for word in words if not word.startswith(("seq_len=", "batch_size="))]
-            longer = training_run([*others, *own, f"seq_len={length}", "batch_size=1"], device)
-            step = point(decided(longer), 2, 3)
-            row[f"tokens/s at {length:,}"] = step.get("tokens_per_second", step["failed"])
-            row[f"GiB at {length:,}"] = step["measured_gib"]
-        rows.append({"mixer": name, "parameters": parameters} | row)
-        write_page(about, rows, out)
+    models = {name: training_run(own, device).workload for name, own in entrants.items()}
+    rows: list[Row] = [{"mixer": x, "parameters": models[x].parameters} for x in entrants]
+    about = {"command": command, "tokens of each run": steps * of_step, **machine()}
+    texts = ["passkey=true", "passkey.depths=[0,0.25,0.5,0.75,1]", "passkey.samples=4"]
+    texts += [] if options.passkeys is None else [f"passkey.lengths={[*options.passkeys]}"]
+
+    def compete(row: Row) -> Row:
+        name = row["mixer"]
+        found = trained([*entrants[name], f"max_steps={steps}"], texts, out / name, end)
+        print(f"{name}: {found['failed'] or found['val_loss']}", flush=True)
+        return found | ({"tokens_per_second": None} if options.jobs > 1 else {})
+
+    def time_steps(row: Row) -> Row:
+        lengths = LENGTHS[device] if options.lengths is None else options.lengths
+        try:
+            found = {} if row["failed"] else in_child(timed, entrants[row["mixer"]], lengths, end)
+        except RuntimeError as error:  # the process ended
+            found = {n: {"failed": str(error)} for n in lengths}
+        speeds = {n: x.get("tokens_per_second", x["failed"]) for n, x in found.items()}
+        peaks = {n: x.get("measured_gib") for n, x in found.items()}
+        return dict(zip(BY_LENGTH, (speeds, peaks), strict=False))
+
+    plugins = [x for own in entrants.values() for x in plugins_of(own)]
+    names = [x.replace(SOFTMAX, "flash") for x in options.mixers if x in {SOFTMAX, *FILES}]
+    subjects = dict.fromkeys([*names, *plugins])
+    with ThreadPoolExecutor(options.jobs) as pool:
+        # Steps are timed last: their processes take the machine one after another
+        for measured in (compete, time_steps):
+            for row, found in zip(rows, pool.map(measured, rows), strict=True):
+                row |= found
+                write_page(about, rows, out)
+            if options.check and measured is compete:
+                checks = pool.map(lambda x: check(x, end), subjects)
+                about["check"] = dict(zip(subjects, checks, strict=True))
     print(f"\n{(out / 'page.md').read_text()}\nwrote {out}/page.md and {out}/page.png")
 
 
@@ -109,32 +147,97 @@ def settings(name: str, step: Workload) -> list[str]:
     return SETTINGS[name].format(window=step.seq_len // 8, **texts).split()
 
 
-def trained(words: list[str], folder: Path, end: float) -> Row:
-    """Return the figures of a run, and its loss by position; `failed` says why it has none."""
+def plugins_of(words: list[str]) -> list[str]:
+    """Return the files that the words name as plugins."""
+    lists = [x.removeprefix("plugins=").strip("[]") for x in words if x.startswith("plugins=")]
+    return [file for each in lists for file in each.split(",")]
+
+
+def trained(words: list[str], texts: list[str], folder: Path, end: float) -> Row:
+    """Return the figures of a run, its loss by position, and the pass keys that it finds in `texts`
+    by length and depth; `failed` says why it has none.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     own = [f"name={folder.name}", f"runs={folder.parent.absolute()}", "tracker=none"]
-    command, left = [sys.executable, str(ROOT / "train.py"), *words, *own], end - time.monotonic()
-    failed = finished(command, left, Path.cwd()) if left > 0 else "no minutes left"
-    found = metrics.figures(records := [] if failed else metrics_file.read(folder))
+    command, place = [sys.executable, str(ROOT / "train.py"), *words, *own], Path.cwd()
+    failed = finished(command, max(0, end - time.monotonic()), place)
+    records = [] if failed else metrics_file.read(folder)
+    found = metrics.figures(records)
     losses = dict(zip(*(positions(records).values() or ((), ())), strict=True))
-    return {name: found.get(name) for name in FIGURES} | {"failed": failed, "losses": losses}
+    row = {name: found.get(name) for name in FIGURES} | {"failed": failed, "losses": losses}
+    if failed:
+        return row
+    command = [sys.executable, str(ROOT / "eval.py"), f"checkpoint={folder.absolute()}", *texts]
+    command += [word for word in words if word.startswith("plugins=")]
+    if problem := finished(command, max(0, end - time.monotonic()), place):
+        return row | {KEYS_FOUND: {"failed": problem}}
+    (file,) = (folder / "eval").glob("passkey*.json")
+    grid = json.loads(file.read_text())["kinds"]["passkey"]
+    return row | {KEYS_FOUND: dict(zip(grid["lengths"], grid["accuracy"], strict=True))}
+
+
+def check(subject: str, end: float) -> list[str]:
+    """Return the lines that longctx check prints."""
+    if time.monotonic() > end:
+        return [LATE]
+    command = [sys.executable, "-m", "longctx", "check", subject]
+    found = output_of(command, capture_output=True, text=True, env=child_environment())
+    return (found.stdout or found.stderr).splitlines()
+
+
+def timed(words: list[str], lengths: tuple[int, ...], end: float) -> dict[int, Row]:
+    """Return a point for each length, in this process, when no other one measures."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    others = [word for word in words if not word.startswith(("seq_len=", "batch_size="))]
+    runs = {n: training_run([*others, f"seq_len={n}", "batch_size=1"], device) for n in lengths}
+    with open(__file__) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return {
+            n: point(decided(x), 2, 3, apart=False) if time.monotonic() < end else LATE_POINT
+            for n, x in runs.items()
+        }
 
 
 def write_page(about: Row, rows: list[Row], out: Path) -> None:
     """Write page.json, page.md and page.png of what is measured so far."""
     write_json(out / "page.json", about | {"rows": rows})
-    axes = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    axes = figure.subplots(1, 2)
     for row in rows:
-        axes.plot(list(row["losses"]), list(row["losses"].values()), "o-", label=row["mixer"])
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="tokens before", ylabel="loss", title="validation loss by position")
-    axes.legend()
+        speeds = {n: x for n, x in row.get(BY_LENGTH[0], {}).items() if isinstance(x, float)}
+        for axis, found in zip(axes, (row.get("losses", {}), speeds), strict=True):
+            axis.plot(list(found), list(found.values()), "o-", label=row["mixer"])
+    axes[0].set(xlabel="tokens before", ylabel="loss", title="validation loss by position")
+    axes[1].set(xlabel="tokens of a sequence", ylabel="tokens/s", title="a step of training")
+    for axis in axes:
+        axis.set_xscale("log", base=2)
+    axes[0].legend()
     save_figure(figure, out / "page.png")
-    lines = ["# The arena", "", *(f"{name}: {cell(x)}  " for name, x in about.items()), ""]
-    shown: list[Row] = []
-    for row in rows:
-        losses = {f"loss at {n:,}": f"{x:.3f}" for n, x in row["losses"].items()}
-        figures = row | losses | {"losses": None, "val_loss": f"{row['val_loss'] or nan:.4f}"}
-        shown.append({k.replace("_", " "): cell(x) for k, x in figures.items() if x is not None})
-    lines += [table(shown), "", "![](page.png)", ""]
+    lines = ["# The arena", ""]
+    lines += [f"{name}: {cell(x)}  " for name, x in about.items() if name != "check"]
+    lines += ["", table(map(summary, rows)), "", "![](page.png)", ""]
+    for title in BY_LENGTH:
+        cells = {row["mixer"]: by_length(row.get(title, {})) for row in rows}
+        shown = [{"mixer": mixer} | found for mixer, found in cells.items() if found]
+        lines += [f"## By length: {title}", "", table(shown), ""] if shown else []
+    for subject, found in about.get("check", {}).items():
+        lines += [f"## longctx check {Path(subject).name}", ""]
+        lines += [*(f"    {line}" for line in found), ""]
     files.write_text(out / "page.md", "\n".join(lines))
+
+
+def summary(row: Row) -> Row:
+    """Return the first cells of an entrant."""
+    shown = {name: cell(row[name]) for name in ("mixer", "parameters")}
+    shown |= {x: cell(row[x]) for x in (*FIGURES, "failed") if row.get(x) is not None}
+    shown |= {"val_loss": f"{row['val_loss']:.4f}"} if row.get("val_loss") else {}
+    shown |= {f"loss at {n:,}": f"{x:.3f}" for n, x in row.get("losses", {}).items()}
+    return {name.replace("_", " "): text for name, text in shown.items()}
+
+
+def by_length(found: Row) -> Row:
+    """Return a cell for each length; several numbers are of depths."""
+    lists = {n: x if isinstance(x, list) else [x] for n, x in found.items() if x is not None}
+    return {cell(n): " ".join(map(cell, x)) for n, x in lists.items()}

@@ -20,8 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from benchmarks import report
 from benchmarks.report import machine, write_json
 from benchmarks.timing import medians, samples, spread
 from longctx.config.fields import Group, key
@@ -46,8 +45,9 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 PACKAGES = ("flash-attn-4", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "flash-attn")
 FAR_OFF = 0.2  # relative differences to the first backend's results, summed; rounding makes 0.05
-COLUMNS = ["backend", *(f"{p} {of}" for p in PARTS for of in ("ms", "TFLOP/s", "×")), "skipped"]
-BYTES_PER_TOKEN = 4  # of the embedded corpus, about
+FIGURES = ("ms", "tflops", "share", "ratio")
+COLUMNS = ["backend", *(f"{part}_{of}" for part in PARTS for of in FIGURES), "skipped"]
+DOCUMENT = 3000  # tokens, if a case has no other ones
 
 
 class Case(NamedTuple):
@@ -60,7 +60,7 @@ class Case(NamedTuple):
     heads: int
     kv_heads: int
     window: int | None = None
-    document: int | None = None  # tokens in each; None: as the embedded corpus has them
+    document: int | None = None  # tokens in each; None: DOCUMENT
     sinks: bool = False
     softcap: float | None = None
 
@@ -97,7 +97,7 @@ class Options(Group):
 
     lengths: tuple[int, ...] = key((1024, 4096, 16384, 65536), "tokens in a row")
     head_sizes: tuple[int, ...] = key((64, 128), "head sizes")
-    masks: tuple[str, ...] = key(MASKS, "documents: packed as data=embedded is", choices=MASKS)
+    masks: tuple[str, ...] = key(MASKS, "documents: packed, of 3,000 tokens", choices=MASKS)
     backends: tuple[str, ...] = key(tuple(PEERS), "those that can run here", choices=PEERS)
     reference: str = key("sdpa-flash", "ratios are to its times", choices=PEERS)
     channels: int = key(2048, "query heads × head size")
@@ -144,7 +144,7 @@ def rows_of(options: Options, ceiling: float, device: str = "cuda") -> Iterator[
             rows = measure(options, case, seconds, device, ceiling)
         if options.models:
             rows = [{"model": title} | row for row in rows]
-        grid(title, COLUMNS, [readable(row) for row in rows])
+        grid(title, COLUMNS, rows)
         yield from rows
 
 
@@ -313,36 +313,23 @@ def fill(
             row[f"{part}_ours_over_it"] = round(own / ms(ours, part), 3)
 
 
-def readable(row: Row) -> Row:
-    """Return a row for the terminal."""
-    line = {"backend": row["backend"], "skipped": row.get("skipped", "")}
-    if "skipped" in row:
-        return line
-    for part in PARTS:
-        line[f"{part} ms"] = f"{row[f'{part}_ms']:.3f}"
-        line[f"{part} TFLOP/s"] = f"{row[f'{part}_tflops']:.0f} ({row[f'{part}_share']:.0%})"
-        line[f"{part} ×"] = f"{row[f'{part}_ratio']:.2f}" if f"{part}_ratio" in row else ""
-    return line
-
-
 def table(rows: list[Row]) -> str:
     """Return rows of models as Markdown: how many times as fast as each peer `flash` is."""
     peers = dict.fromkeys(row["backend"] for row in rows if PEERS[row["backend"]][0] != "flash")
-    head = ["layer", "heads", "tokens", "kernel, ms", *(f"× {name}" for name in peers)]
-    lines = [f"| {' | '.join(head)} |", f"|---|---|{'---:|' * (len(head) - 2)}"]
+    lines = []
     for model in dict.fromkeys(row["model"] for row in rows):
         of = {row["backend"]: row for row in rows if row["model"] == model}
         case = next(iter(of.values()))
         ran = [row for name, row in of.items() if name not in peers and "both_ms" in row]
         window = f", window {case['window']:,}" if "window" in case else ""
         heads = "{heads}/{kv_heads} of {head_size}".format(**case)
-        cells = [model, heads, f"{case['tokens']:,}{window}"]
-        cells.append(f"{ran[0]['backend']}, {ran[0]['both_ms']:.2f}" if ran else "")
+        line = {"layer": model, "heads": heads, "tokens": f"{case['tokens']:,}{window}"}
+        line["kernel, ms"] = f"{ran[0]['backend']}, {ran[0]['both_ms']:.2f}" if ran else ""
         for name in peers:
             ratios = [of.get(name, {}).get(f"{part}_ours_over_it") for part in PARTS]
-            cells.append(" / ".join(f"{ratio:.2f}" for ratio in ratios if ratio))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            line[f"× {name}"] = " / ".join(f"{ratio:.2f}" for ratio in ratios if ratio)
+        lines.append(line)
+    return report.table(lines)
 
 
 def build_mask(case: Case) -> Any:
@@ -352,32 +339,9 @@ def build_mask(case: Case) -> Any:
     from longctx.attention import Mask
 
     if case.mask == "documents":
-        ids = torch.arange(case.tokens).expand(case.batch, -1) // (case.document or 1)
-        if case.document is None:
-            ids = torch.from_numpy(packed_rows(case.batch, case.tokens))
+        ids = torch.arange(case.tokens).expand(case.batch, -1) // (case.document or DOCUMENT)
         return Mask.documents(ids, case.window)
     return Mask.full() if case.mask == "full" else Mask.causal(case.window)
-
-
-def packed_rows(B: int, length: int) -> np.ndarray:
-    """Document ids (B, length) of rows packed as training packs them, with documents as long as the
-    embedded corpus has them.
-
-    Tokens are bytes / 4, which spares the tokenizer. Of all rows those are taken that stand for the
-    rest: ordered by visible pairs, the middle of each of B equal parts.
-    """
-    from longctx.config.data_config import DataConfig
-    from longctx.data import read_documents
-    from longctx.data.packing import pack
-
-    sizes = [len(document.text.encode()) for document in read_documents(DataConfig())]
-    packing = pack(np.maximum(np.array(sizes) // BYTES_PER_TOKEN, 1), length)
-    pieces = np.split(packing.length, packing.bounds[1:-1])
-    pieces.sort(key=lambda row: int((row * (row + 1)).sum()))
-    chosen = [pieces[int((i + 0.5) * len(pieces) / B)] for i in range(B)]
-    # What is left is padding
-    rows = [np.repeat(np.arange(len(row) + 1), [*row, length - row.sum()]) for row in chosen]
-    return np.stack(rows)
 
 
 def matmul_tflops(device: str = "cuda", n: int = 8192) -> float:

@@ -20,7 +20,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -31,7 +31,7 @@ from benchmarks import attention
 from benchmarks.memory import CONTEXT, DOCUMENT, Room
 from benchmarks.points import Row, decided, expected, off, point, this_gpu, training_run
 from benchmarks.processes import ROOT, in_child
-from benchmarks.report import machine, write_json
+from benchmarks.report import machine, table, write_json
 from benchmarks.shapes import SHAPES
 from benchmarks.words import check_unused
 from longctx import files
@@ -213,15 +213,6 @@ def longest_of_rank_32(model: str, gb: int, host: float) -> Workload | None:
 def of(gb: int) -> str:
     """Return the head of a card's column."""
     return f"{gb} GB, {CARDS[gb]}"
-
-
-def table(rows: Iterable[Row]) -> str:
-    """Return Markdown of `rows`."""
-    rows = list(rows)
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [columns, ["---"] * len(columns)]
-    lines += [[str(row.get(name, "")) for name in columns] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 @cache

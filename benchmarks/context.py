@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.points import Row, decided, expected, point, this_gpu, training_run
+from benchmarks.points import Row, decided, expected, point, training_run
 from benchmarks.report import machine, write_json
 from benchmarks.words import check_unused
 from longctx.attention.description import DESCRIPTIONS
@@ -51,15 +51,12 @@ class Options(Group):
 
 def run(options: Options, command: str, overrides: list[str]) -> None:
     """Measure, print, write `out`.json."""
-    import torch
+    from longctx.parallel.devices import check_attention, this_machine
 
     check_unused(overrides, TAKEN)
-    if not torch.cuda.is_available():
+    end, here = time.monotonic() + 60 * options.minutes, this_machine()
+    if here.gpu is None:
         raise ValueError("context: measures what fits a GPU, and there is no CUDA GPU here")
-    from longctx.parallel.devices import check_attention
-
-    end, gpu = time.monotonic() + 60 * options.minutes, this_gpu()
-    assert gpu is not None
     one_row = ["batch_size=1", "accumulate=1"]
     runs = {
         backend: training_run([*overrides, f"attention={backend}", *one_row], "cuda")
@@ -70,31 +67,21 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     how, rows, points = "given" if options.longest else "predicted", list[Row](), []
     result: dict[str, Any] = {"command": command, **machine(), "overrides": overrides}
     result["parameters"] = next(iter(runs.values())).workload.model.parameters()
-    result |= {"gpu_memory_gib": gpu.memory / GIB, "longest": {}, "rows": rows}
+    result |= {"gpu_memory_gib": here.gpu.memory / GIB, "longest": {}, "rows": rows}
     for backend, one in runs.items():
-        longest = options.longest or predicted_longest(one)
+        found = longest_step([one.workload], here.gpu, here.host_memory)
+        longest = options.longest or (found.seq_len if found else 0)
         result["longest"][backend] = {"tokens": longest, "how": how}
         points += [(tokens, backend) for tokens in ladder(options.shortest, longest)]
     for tokens, backend in sorted(points):  # the short ones first: they are cheap
         print(f"{backend} {tokens:,} tokens:", end=" ", flush=True)
         workload = replace(runs[backend].workload, seq_len=tokens)
-        row = measured(replace(runs[backend], workload=workload), end)
-        rows.append(row)
+        rows.append(row := measured(replace(runs[backend], workload=workload), end))
         speed = row.get("tokens_per_second")
         print(f"memory={row['memory']}, {row['failed'] or f'{speed:,.0f} tokens/s'}", flush=True)
         write_json(Path(f"{options.out}.json"), result)  # an interruption loses no point
     grid("Memory and speed over length", SHOWN, rows)
     print(f"wrote {options.out}.json")
-
-
-def predicted_longest(run: Run) -> int:
-    """Return the tokens of the longest sequence that is predicted to fit; 0 if none."""
-    from longctx.parallel.devices import this_machine
-
-    machine = this_machine()
-    assert machine.gpu is not None
-    longest = longest_step([run.workload], machine.gpu, machine.host_memory)
-    return longest.seq_len if longest else 0
 
 
 def ladder(shortest: int, longest: int) -> list[int]:

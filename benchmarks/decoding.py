@@ -10,7 +10,6 @@ GPU that is the least time a token can take.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.points import this_gpu, training_run
 from benchmarks.report import machine, write_json
+from benchmarks.timing import medians
 from benchmarks.words import check_unused
 from longctx.config.fields import Group, key
 from longctx.spec.model_config import GPTConfig
@@ -86,24 +86,14 @@ def measure(run: Run, prompt: int, options: Options) -> dict[str, Any]:
     decoder = Decoder(model, options.rows, prompt + options.new)
     last = torch.full((options.rows, 1), prompt - 1, device=work.device)
 
-    def timed(function: Callable[[], Any]) -> float:
-        laps = []
-        for _ in range(1 + options.repeats):  # the first warms up
-            began = time.perf_counter()
-            function()
-            if work.device == "cuda":
-                torch.cuda.synchronize()
-            laps.append(1000 * (time.perf_counter() - began))
-        return median(laps[1:])
-
     def each() -> float:
         found = continuations(decoder, tokens.tolist(), 1 + options.new, lambda x: x.argmax(-1))
         arrived = [time.perf_counter() for _ in found]
         return 1000 * (arrived[-1] - arrived[0]) / options.new
 
     with torch.no_grad():
-        forward = timed(lambda: model(tokens, at=last))
-    first = timed(lambda: decoder.prefill(tokens.tolist()).argmax(-1))
+        forward = medians({0: lambda: model(tokens, at=last)}, options.repeats)[0]
+    first = medians({0: lambda: decoder.prefill(tokens.tolist()).argmax(-1)}, options.repeats)[0]
     ms = median([each() for _ in range(1 + options.repeats)][1:])
     length, gpu = prompt + options.new // 2, this_gpu()
     least = bytes_of_token(work.model, options.rows, length, dtype.itemsize)

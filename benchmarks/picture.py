@@ -42,22 +42,14 @@ class Options(Group):
 
 def run(options: Options, command: str) -> None:
     """Draw both pictures."""
-    for draw, out in ((draw_reach, options.reach), (draw_steps, options.steps)):
-        figure = draw()
+    reach = Figure(figsize=(14, 4.8))
+    speeds_of, lengths_of = reach.subplots(1, 2, width_ratios=[8, 5])
+    draw_attentions(speeds_of)
+    draw_cards(lengths_of)
+    for figure, out in ((reach, options.reach), (draw_steps(), options.steps)):
         figure.tight_layout()
         save_figure(figure, Path(out))
         print(f"wrote {out}")
-
-
-def draw_reach() -> Figure:
-    """Draw tokens per second over tokens per sequence for each attention, up to its limit, and
-    tokens over the memory of a card.
-    """
-    figure = Figure(figsize=(14, 4.8))
-    speeds_of, lengths_of = figure.subplots(1, 2, width_ratios=[8, 5])
-    draw_attentions(speeds_of)
-    draw_cards(lengths_of)
-    return figure
 
 
 def draw_cards(axis: Axes) -> None:

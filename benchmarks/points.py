@@ -100,14 +100,16 @@ def point(
     validate: bool = False,
     gib: float | None = None,
     seconds: float = 600.0,
+    apart: bool = True,
 ) -> Row:
     """Measure `timed` steps after `warm` ones, in a process that gets `gib` GiB of the GPU and ends
-    after `seconds`. `failed` is None, or why there is no speed.
+    after `seconds`, or else in this one. `failed` is None, or why there is no speed.
     """
     work, gpu = run.workload, this_gpu()
     row = expected(run) | {"measured_gib": None, "error": None}
     try:
-        found = in_child(_stepped, run, warm + timed, document, validate, gib, seconds=seconds)
+        arguments = run, warm + timed, document, validate, gib
+        found = in_child(_stepped, *arguments, seconds=seconds) if apart else _stepped(*arguments)
     except Exception as error:  # of compilers and kernels: any
         return row | {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
     row |= found.memory | {"ms": found.ms[warm:], "failed": found.failed}

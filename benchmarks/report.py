@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -49,3 +50,12 @@ def save_figure(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with files.atomic(path) as partial:
         figure.savefig(partial, dpi=120)
+
+
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    """Return Markdown of `rows`."""
+    rows = list(rows)
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [columns, ["---"] * len(columns)]
+    lines += [[str(row.get(name, "")) for name in columns] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -30,7 +30,7 @@ from benchmarks.report import machine, write_json
 from benchmarks.shapes import SHAPES
 from benchmarks.words import check_unused
 from longctx import files
-from longctx.config.fields import Group, key
+from longctx.config.fields import Group, key, refuse
 from longctx.runs import metrics_file
 from longctx.tables import grid
 
@@ -102,14 +102,13 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
             row["rows"] = training.workload.rows_per_step
             rows.append(row)
             print(f"{row['rows']} × {tokens:,} tokens, {peer}:", end=" ", flush=True)
-            full = [x for x in rows if x["peer"] == peer and x.get("full_without")]
             limit = min(options.seconds, end - time.monotonic())
             try:
                 if limit <= 0:
                     raise ValueError(f"{options.minutes:g} minutes were over")
                 check(peer, training, options)
                 if peer in OTHERS:
-                    row |= of_other(peer, training, options, bool(full), limit)
+                    row |= of_other(peer, training, options, limit)
                 elif options.gpus > 1:
                     row |= of_train(training, options, overrides, limit)
                 else:
@@ -152,28 +151,26 @@ def shaped(peer: str, options: Options, overrides: list[str], tokens: int, devic
 
 def check(peer: str, run: Run, options: Options) -> None:
     """Raise ValueError if `peer` cannot take this step."""
-    work, model = run.workload, run.workload.model
-    if absent := [name for name in OTHERS.get(peer, []) if find_spec(name) is None]:
-        raise ValueError(f"{absent[0]} is not installed")
-    if options.gpus > 1 and peer not in ON_SEVERAL:
-        raise ValueError(f"gpus={options.gpus}: for {', '.join(ON_SEVERAL)}")
-    if options.gpus > 1 and options.documents:
-        raise ValueError("documents=: for one GPU")
-    if options.gpus == 1 and peer in ON_SEVERAL[1:]:
-        raise ValueError("needs gpus=2 or more")
-    if peer == "longctx-adapter" and not options.shape:
-        raise ValueError("needs shape=")
-    if peer == "transformers-liger" and work.device != "cuda":
-        raise ValueError("Liger's kernels need a GPU")
+    work, model, several = run.workload, run.workload.model, options.gpus > 1
+    absent = [name for name in OTHERS.get(peer, []) if find_spec(name) is None]
+    refuse(
+        (absent, f"{', '.join(absent)}: not installed"),
+        (several and peer not in ON_SEVERAL, f"gpus={options.gpus}: for {', '.join(ON_SEVERAL)}"),
+        (several and options.documents, "documents=: for one GPU"),
+        (not several and peer in ON_SEVERAL[1:], "needs gpus=2 or more"),
+        (peer == "longctx-adapter" and not options.shape, "needs shape="),
+        (peer == "transformers-liger" and work.device != "cuda", "Liger's kernels need a GPU"),
+    )
     if peer == "nanogpt":
         own = 12 * model.layers * model.channels**2 + (model.vocab_size or 0) * model.channels
         differs = abs(own / model.matmul_parameters() - 1) > 0.02
-        if not options.nanogpt:
-            raise ValueError("give nanogpt=FOLDER, that of nanoGPT's model.py")
-        if work.lora.rank is not None or options.documents:
-            raise ValueError("nanoGPT has no LoRA, and no documents")
-        if differs or model.kv_heads != model.heads or not model.tied:
-            raise ValueError("nanoGPT needs as many kv_heads as heads, tied, ffn = 8/3 channels")
+        differs |= model.kv_heads != model.heads or not model.tied
+        others = work.lora.rank is not None or options.documents
+        refuse(
+            (not options.nanogpt, "give nanogpt=FOLDER, that of nanoGPT's model.py"),
+            (others, "nanoGPT has no LoRA, and no documents"),
+            (differs, "nanoGPT needs as many kv_heads as heads, tied, ffn = 8/3 channels"),
+        )
 
 
 def of_longctx(
@@ -228,10 +225,8 @@ def of_train(run: Run, options: Options, overrides: list[str], limit: float) -> 
     }
 
 
-def of_other(peer: str, run: Run, options: Options, is_full: bool, limit: float) -> Row:
-    """Measure steps of another trainer, transformers' first without gradient checkpointing, unless
-    fewer tokens already filled the memory.
-    """
+def of_other(peer: str, run: Run, options: Options, limit: float) -> Row:
+    """Measure steps of another trainer, transformers' first without gradient checkpointing."""
     from benchmarks.trainers import Job
     from longctx.hf.families import write_config
     from longctx.training.dry_run import OUT_OF_MEMORY
@@ -255,17 +250,13 @@ def of_other(peer: str, run: Run, options: Options, is_full: bool, limit: float)
         checkpointing=False,
         folder=options.nanogpt,
     )
-    ways = [False] if peer == "nanogpt" else WAYS[options.checkpointing]
-    ways = ways[-1:] if is_full else ways
     row: Row = {}
-    for checkpointing in ways:
+    for checkpointing in [False] if peer == "nanogpt" else WAYS[options.checkpointing]:
         request = asdict(replace(job, checkpointing=checkpointing))
         answer = asked("benchmarks.trainers", request, options.gpus, limit)
         row |= {"failed": answer} if isinstance(answer, str) else answer
-        if str(row["failed"]).startswith(OUT_OF_MEMORY):
-            row |= {} if checkpointing else {"full_without": True}
-            continue
-        break
+        if not str(row["failed"]).startswith(OUT_OF_MEMORY):
+            break
     with_it = ", gradient checkpointing" if checkpointing else ""
     if (failed := row.pop("failed")) is not None:
         row.pop("ms", None)
@@ -273,18 +264,11 @@ def of_other(peer: str, run: Run, options: Options, is_full: bool, limit: float)
 
 
 def utilization(run: Run, tokens_per_second: float, options: Options) -> Row:
-    """Return `mfu` with visible pairs and without frozen weights.
-
-    If all weights are trained the usual `mfu_6n` too: (6 parameters + 6 layers × channels × tokens
-    of a sequence) a token.
-    """
+    """Return `mfu` with visible pairs and without frozen weights."""
     gpu, work = this_gpu(), run.workload
     if gpu is None or gpu.flops is None or work.device != "cuda":
         return {}
-    model, peak = work.model, gpu.flops * options.gpus
-    added = work.lora.parameters(model, of_token=True)
+    added = work.lora.parameters(work.model, of_token=True)
     length = min(options.documents or work.seq_len, work.seq_len)
-    per_token = model.flops_per_token((length + 1) / 2, added)
-    usual = 6 * model.parameters() + 6 * model.layers * model.channels * work.seq_len
-    shares = {"mfu": per_token * tokens_per_second / peak}
-    return shares if added else shares | {"mfu_6n": usual * tokens_per_second / peak}
+    per_token = work.model.flops_per_token((length + 1) / 2, added)
+    return {"mfu": per_token * tokens_per_second / (gpu.flops * options.gpus)}

@@ -9,20 +9,20 @@ looks.
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import importlib
 import itertools
 import json
 import math
 import os
-import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -82,8 +82,9 @@ def run(options: Options, command: str) -> None:
         tensors = inputs(options, head_dim, length, device)
         if "portable" in options.kernels:
             for kernel in launch.PORTABLE:
-                config = best_portable(kernel, tensors)
-                add(best, kernel, head_dim, length, lengths, list(config))
+                config = list(best_portable(kernel, tensors))
+                by_length = best.setdefault(kernel, {}).setdefault(launch.padded(head_dim), {})
+                add(by_length, length, lengths, config)
         hopper = "hopper" in options.kernels and length == lengths[-1]
         if hopper and flash_op.runs("triton-hopper", device, tensors["q"].dtype, head_dim):
             for kernel in launch.HOPPER:
@@ -120,23 +121,16 @@ def call(part: str, implementation: str, x: dict[str, Any]) -> Callable[[], Any]
     return functools.partial(kernels.backward, x["do"], None, saved, x["intervals"], scores)
 
 
-@contextmanager
-def in_place(table: dict[Any, Any], name: Any, config: Any) -> Iterator[None]:
+def in_place(table: dict[Any, Any], name: Any, config: Any) -> Any:
     """Put `config` into `table` while a kernel is tried."""
-    before = dict(table)
-    table[name] = config
-    try:
-        yield
-    finally:
-        table.clear()
-        table.update(before)
+    return patch.dict(table, {name: config})
 
 
 def best_portable(kernel: str, x: dict[str, Any]) -> Launch:
     """Return the fastest config of a portable kernel; the one in use, if none beats it."""
     now = launch.launch_config(kernel, x["q"], x["q"].shape[1])
-    using = functools.partial(in_place, launch.on_trial, kernel)
     part, candidates = launch.PORTABLE[kernel], portable_candidates(kernel)
+    using = functools.partial(in_place, launch.on_trial, kernel)
     best: Launch = race(kernel, candidates, now, using, part, "triton-portable", x)
     return best
 
@@ -192,7 +186,7 @@ def race(
     timed: dict[Any, float] = {}
     tried = list(dict.fromkeys([now, *candidates]))
     for config in tried:
-        with using(config), watched(f"{title}: {config}"):
+        with using(config), watched():
             problem = refuses(part, implementation, x["q"])
             if problem is None:
                 timed[config] = medians({config: call(part, implementation, x)}, 5, 0.2)[config]
@@ -223,34 +217,18 @@ def refuses(part: str, implementation: str, q: Tensor) -> str | None:
 
 
 @contextmanager
-def watched(what: str) -> Iterator[None]:
-    """End the process if a kernel never ends: there is no other way to stop one."""
-
-    def stop() -> None:
-        print(f"error: {what} does not end; nothing is written", file=sys.stderr, flush=True)
-        os._exit(1)
-
-    timer = threading.Timer(HANGS, stop)
-    timer.daemon = True
-    timer.start()
+def watched() -> Iterator[None]:
+    """End the process, with its stack, if a kernel never ends: nothing else can stop one."""
+    faulthandler.dump_traceback_later(HANGS, exit=True)
     try:
         yield
     finally:
-        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
 
 
-def add(
-    table: dict[str, Any],
-    kernel: str,
-    head_dim: int,
-    length: int,
-    lengths: list[int],
-    config: list[int],
-) -> None:
+def add(rows: dict[str, Any], length: int, lengths: list[int], config: list[int]) -> None:
     """Enter a config: it serves from halfway to the length below, that of the shortest from 0."""
-    rows = table.setdefault(kernel, {}).setdefault(launch.padded(head_dim), {})
-    below = lengths.index(length)
-    start = 0 if not rows else round(math.sqrt(lengths[below - 1] * length))
+    start = round(math.sqrt(lengths[lengths.index(length) - 1] * length)) if rows else 0
     if not rows or list(rows.values())[-1] != config:
         rows[str(start)] = config
 

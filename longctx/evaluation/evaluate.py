@@ -240,7 +240,7 @@ def measure(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
         "checkpoint": str(setup.model.file),
         "trained_seq_len": setup.model.seq_len,
         "attention": backend,
-        "kernel": ", ".join(kernels_run()[x.backend] for x in config.attention.each),
+        "kernel": ", ".join(kernels_run().get(name, "") for name in backend.split("+")),
         "seconds": round(time.perf_counter() - began, 3),
     }
     return stem, about | content

@@ -190,20 +190,20 @@ def attention_of_layers(workload: Workload, window: int | None, chip: Chip) -> f
     assert chip.flops is not None and chip.bandwidth is not None
     model, description = workload.model, workload.attention.of_window(window).description
     rows, length = workload.batch_size, workload.seq_len
-    layers = [n for n in range(model.layers) if model.window_of(n) == window]
-    part, layer = model.blocks[layers[0]].attention, workload.pass_of(rows, length, window=window)
+    layers = [layer for layer in range(model.layers) if model.window_of(layer) == window]
+    part, passing = model.blocks[layers[0]].attention, workload.pass_of(rows, length, window=window)
     pairs = pairs_of_row(workload, layers)
     again = set(attends_again(workload)).intersection(layers)
     runs_again = pairs_of_row(workload, again) / max(1, pairs)
-    runs_again += layer.recompute == "block" and not description.has_backward
+    runs_again += passing.recompute == "block" and not description.has_backward
     if description.score_bytes is not None:
         calls = (getattr(model.blocks[n].attention, "softmax_calls", 1) for n in layers)
         scores = rows * length**2 * model.heads * sum(calls) / workload.context
         forward, backward = description.score_bytes
-        is_fused = layer.is_compiled and layer.recompute == "none"
+        is_fused = passing.is_compiled and passing.recompute == "none"
         moved = scores * (forward * (1 + runs_again) + backward) * (1.0 if is_fused else EAGER)
         return moved / (STREAM * chip.bandwidth)
-    forward_rate, backward_rate = description.rates_on(chip.generation, part, layer)
+    forward_rate, backward_rate = description.rates_on(chip.generation, part, passing)
     flops = 4 * rows * pairs * model.heads * model.head_size / workload.context
     if workload.context > 1 and workload.context_method == "allgather":
         flops *= IMBALANCE

