@@ -17,7 +17,7 @@ are spread over all queries. For a group of heads of 128 channels that exceeds t
 every program walks down from the last query with its first tile, then up and down in turn. A
 program that is early takes the longest tile left, and meets the others on the way: all read the
 same queries at about the same time. Of 32 heads in groups of 4 at 16,384 tokens, 2.7 instead of
-14.7 GB went through HBM. At 64 channels larger groups walk down with every tile.
+14.7 GB went through HBM. Groups in documents, and larger ones of 64 channels, always walk down.
 
 With a window, neighbours among the tiles of keys see nearly the same queries, one a step after the
 other. Were heads of a group taken in turn, what all programs read in between would exceed the L2
@@ -51,9 +51,9 @@ def directions(head_dim: int, group: int, ordered: bool, span: str) -> int:
     """Return how walks go, see above. In turn takes registers, at 64 channels too many."""
     if group > 1 and not ordered and span in ("short", "window"):
         return BY_HEAD.value
-    if ordered or (head_dim > 64 and group > 1):
+    if ordered or (group > 1 and head_dim > 64 and span != "packed"):
         return IN_TURN.value
-    return DOWN.value if group > 4 else UP.value
+    return DOWN.value if group > (4 if head_dim == 64 else 1) else UP.value
 
 
 class TileSchedule(NamedTuple):

@@ -49,8 +49,8 @@ def first_keys(q: Tensor, k: Tensor, first: Tensor, last: Tensor, scores: Scores
     assert scores.key_bias is not None and scores.scale is not None
     group = q.shape[2] // k.shape[2]
     q, k = q.detach(), k.detach()
-    at = last.clamp(min=0).long()[..., None, None]
-    own = (q * k.take_along_dim(at, 1).repeat_interleave(group, 2)).sum(3, dtype=torch.float32)
+    own_k = k[torch.arange(len(k), device=k.device)[:, None], last.clamp(min=0).long()]
+    own = (q * own_k.repeat_interleave(group, 2)).sum(3, dtype=torch.float32)
     # no product is larger than those of lengths
     of_q, of_k = (vector_norm(x, dim=3, dtype=torch.float32) for x in (q, k))
     bound = of_q * of_k.amax(1, keepdim=True).repeat_interleave(group, 2)
