@@ -241,15 +241,15 @@ def producer(
         end *= gl.load(retry)
     t = next_tile(gl.program_id(0), end, counter, retry, RETRY)
     while t < end:
-        rank, bh = scheduled_tile(t, tiles, heads, l2_heads)
+        rank, row_head = scheduled_tile(t, tiles, heads, l2_heads)
         if SINKS:
             one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
             zero = gl.zeros([1], gl.float32, layout=one)
-            sink_slots.index(count % SINK_SLOTS).store(zero + gl.load(sinks + bh % Hq))
+            sink_slots.index(count % SINK_SLOTS).store(zero + gl.load(sinks + row_head % Hq))
         push(queue, count, t)
         m0 = first_query(rank, Tq, tiles, BM, BN)
-        b = bh // Hq
-        h = bh % Hq
+        b = row_head // Hq
+        h = row_head % Hq
         hk = h // GROUP
         lo, full_lo, full_hi, masked = visible_tiles(
             first + b * stride_ib,
@@ -266,7 +266,7 @@ def producer(
             load_parts(q, qs, c, q_full.index(c), b, gl.maximum(m0 + c * ROWS, 0), h)
             if bias is not None:
                 own = biases.index(BIAS_SLOTS + count % SINK_SLOTS * CONSUMERS + c)
-                tma_load(references, [bh, gl.maximum(m0 + c * ROWS, 0)], q_full.index(c), own)
+                tma_load(references, [row_head, gl.maximum(m0 + c * ROWS, 0)], q_full.index(c), own)
         # k and v: the masked tiles, then the others
         for i in range(n):
             j = gl.where(i < masked, masked_tile(i, lo, full_lo, full_hi), full_lo + i - masked)
@@ -277,7 +277,7 @@ def producer(
             mbarrier.expect(k_full.index(s), BN * D * 2 + BIASES * 4)
             load_parts(k, ks, s, k_full.index(s), b, j, hk)
             if bias is not None:
-                tma_load(bias, [bh, j], k_full.index(s), biases.index(it % BIAS_SLOTS))
+                tma_load(bias, [row_head, j], k_full.index(s), biases.index(it % BIAS_SLOTS))
             if it >= STAGES:
                 bar_sync(V_EMPTY + s, 128 * CONSUMERS + 32)
             mbarrier.expect(v_full.index(s), BN * D * 2)
@@ -452,10 +452,10 @@ def consumer(
     t = pop(queue, count, 4)
     while t >= 0:
         # the tile of queries, and the keys that it sees
-        rank, bh = scheduled_tile(t, tiles, heads, l2_heads)
+        rank, row_head = scheduled_tile(t, tiles, heads, l2_heads)
         m0 = first_query(rank, Tq, tiles, BM, BN)
-        b = bh // Hq
-        h = bh % Hq
+        b = row_head // Hq
+        h = row_head % Hq
         lo, full_lo, full_hi, masked = visible_tiles(
             first + b * stride_ib,
             last + b * stride_ib,
@@ -576,7 +576,7 @@ def consumer(
             lse_i = m * LN2 + gl.log(total)
             if SINKS:
                 lse_i, growth = with_sink(lse_i, own_sink(sink_slots, count, biases, own, s_layout))
-            gl.store(lse + bh.to(gl.int64) * Tq + i, lse_i, mask=i < end)
+            gl.store(lse + row_head.to(gl.int64) * Tq + i, lse_i, mask=i < end)
             acc = finished(o_async, 0)
             bar_arrive(V_EMPTY + pending % STAGES, 128 * CONSUMERS + 32)
             if FIXED_MAX:
@@ -591,7 +591,7 @@ def consumer(
             lse_i = m
             if SINKS:
                 lse_i, _ = with_sink(m, own_sink(sink_slots, count, biases, own, s_layout))
-            gl.store(lse + bh.to(gl.int64) * Tq + i, lse_i, mask=i < end)
+            gl.store(lse + row_head.to(gl.int64) * Tq + i, lse_i, mask=i < end)
 
         # epilogue: out leaves by TMA while the next tile begins
         tma.store_wait(0)

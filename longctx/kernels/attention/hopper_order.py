@@ -82,14 +82,14 @@ def key_tile(
     """
     qfirst, qlast, stride_ib, _, Tk, Hq, tiles, heads, l2_heads = schedule
     Hkv = Hq // GROUP
-    rank, bh = scheduled_tile(t, tiles, heads, l2_heads)
-    b = bh // Hkv
+    rank, row_head = scheduled_tile(t, tiles, heads, l2_heads)
+    b = row_head // Hkv
     if ORDERED:
         down = gl.load(qlast + b * stride_ib) == gl.load(qlast + b * stride_ib + Tk - 1)
         rank = gl.where(down, rank, tiles - 1 - rank)
     else:
         down = (t // gl.num_programs(0)) % 2 == 0
-    kv_head, n0 = bh % Hkv, rank * BN
+    kv_head, n0 = row_head % Hkv, rank * BN
     qfirst += b * stride_ib
     qlast += b * stride_ib
     lo, full_lo, full_hi, masked = visible_tiles(qfirst, qlast, n0, gl.minimum(n0 + BN, Tk), BM)
