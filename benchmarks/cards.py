@@ -275,7 +275,7 @@ def step_rows(name: str, card: Row) -> list[Row]:
         line = lines.setdefault(row["tokens"], head | {"tokens": f"{row['tokens']:,}"})
         if row["failed"] is None:
             given = [f"seq_len={row['tokens']}", f"batch_size={row['batch']}", "accumulate=1"]
-            given += [f"attention={row['backend']}", f"memory={row['memory']}"]
+            given += [f"attention={row['backend']}", *f"memory={row['memory']}".split()]
             step = training_run([*card["overrides"], *given], "cuda").workload
             cell = f"{row['tokens_per_second']:,.0f} ({speed_of(step, chip)})"
             line[f"`{row['backend']}`"] = cell

@@ -84,7 +84,7 @@ def expected(run: Run) -> Row:
         "backend": work.attention.backend,
         "tokens": work.seq_len,
         "rows": work.rows_per_step,
-        "memory": work.memory.policy,
+        "memory": str(work.memory),
         "predicted_gib": predicted.peak / GIB,
         "host_gib": sum(predicted.host.values()) / GIB,
     }
