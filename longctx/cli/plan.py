@@ -58,7 +58,7 @@ def plan(request: Request[PlanOptions], training: list[str]) -> None:
     from longctx.planner import overview
 
     config, model = asked.config.model.accepted(asked.config), asked.config.model
-    requests = {config.attention.backend: config}
+    requests = {config.attention.label: config}
     if AUTO in requests or not any(name.startswith("attention") for name in asked.overrides):
         # A run refuses backends that lack a part of the model
         parts = model.block(0).attention.required()["scores"]
@@ -72,7 +72,7 @@ def plan(request: Request[PlanOptions], training: list[str]) -> None:
     with system.libraries() if not model.has_kernels else nullcontext():
         model.prove("cpu", "fp32", step.seq_len, config.data.packing)
         measured = model.measured(step, print)
-    place, backend = machine(options, config.devices), config.attention.backend
+    place, backend = machine(options, config.devices), config.attention.label
     overview.run(requests, backend, *place, options.gpus_per_machine, options.price, measured)
 
 
@@ -82,7 +82,6 @@ def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
     if config.init is None:
         return request
     # Every family, which --help does not need
-    # torch is imported only for a model that transformers computes
     from longctx.hf.families import asked_of, read_config
 
     brings = f"init={config.init} brings its own model; leave one out"

@@ -59,7 +59,9 @@ def run(
     steps = [fitting.decide(step, chip, host, merge) for step in asked_for]
     first = steps[0]
     # The answer comes first: many read no further
-    fastest, reason = fitting.fastest_backend(first, list(requests), chip)
+    fastest, reason = asked, ""
+    if len(requests) > 1:
+        fastest, reason = fitting.fastest_backend(first, list(requests), chip)
     answered = chosen.get(asked, chosen[fastest])
     line = answer(answered, chip, host, schedule_of(request, answered).max_steps, price)
     reason_of_memory = fitting.memory_line(request.memory, answered, chip, host)
@@ -67,7 +69,7 @@ def run(
     print_machine(answered, chip, host, of_host)
     if first.devices > 1:
         usual = AttentionConfig().backend
-        backend = usual if usual in layouts else first.attention.backend
+        backend = usual if usual in layouts else first.attention.label
         print_layouts(backend, chip, host, *layouts[backend])
 
     shared = ("layout",) if first.devices > 1 else ()
@@ -82,7 +84,7 @@ def run(
     columns = ("backend", "longest", "memory", *shared, "tokens", "sequences", *SIZES[:2], *SPEED)
     rows = []
     for backend in requests:
-        own = [step for step in asked_for if step.attention.backend == backend]
+        own = [step for step in asked_for if step.attention.label == backend]
         for name, step in lengths(own, chip, host).items():
             # A policy that fits no length says none
             none = {"backend": backend, "tokens": "none"}
@@ -115,7 +117,7 @@ def answer(step: Workload, chip: Chip, host: float, steps: int, price: float | N
     """Return a line that says if `step` fits, and one with the time of so many `steps`."""
     memory, time = predict(step).peak / GIB, step_time.seconds(step, chip)
     layout = [fitting.name_of(step)] if step.devices > 1 else []
-    parts = [step.attention.backend, *layout, str(step.memory)]
+    parts = [step.attention.label, *layout, str(step.memory)]
     size = f"{memory:,.1f} GiB" + " a GPU" * (step.devices > 1)
     if not fitting.fits(step, fitting.room(chip), host):
         remedy = fitting.smallest_change(step, fitting.room(chip), host)
@@ -171,7 +173,7 @@ def figures(step: Workload, chip: Chip, host: float) -> dict[str, Any]:
     speed = () if time is None else (time.total, time.tokens / time.total, time.mfu)
     formats = (",.2f", ",.0f", ".1%")
     return {
-        "backend": step.attention.backend,
+        "backend": step.attention.label,
         "memory": str(step.memory),
         "layout": fitting.name_of(step),
         "strategy": "" if step.strategy == "none" else step.strategy,

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import resources
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,6 +38,7 @@ STEP = re.compile(r"step-(\d+)")
 COUNTS = ("tokens", "bytes", "words", "standard_error")  # no scores
 # Losses of runs that differ in these are of other tokens. z_loss is no part of the logged loss
 DECISIVE = ("data.", "objective.", "model.vocab_size")
+BACKENDS = ("attention.window", "attention.backend")
 POINTS = 500  # in a curve: about as many as a chart is wide
 # Of a curve: "t" tokens seen, "s" seconds of training, "y" values; if records were joined, also
 # "lo" and "hi" next to the mean "y". Of other points: "x", such as tokens before, and "y", losses.
@@ -118,7 +119,7 @@ def cells_of(run: RunRecord, keys: list[str], price: float | None) -> dict[str, 
         "context trained at": f"{trained:,}{longer}",
         "ended": run.ended,
         "hardware": f"{figures['devices']} × {figures['device']}",
-        "attention": str(run.config.get("attention.backend", "")),
+        "attention": described(run)["backend"],
         "kernel": run.config.get("lock.kernel", ""),
         "time": "".join(map(duration, finite([figures.get("seconds")]))),
     }
@@ -188,7 +189,7 @@ def documents_of(run: RunRecord) -> dict[str, Any]:
 
 def csv_of(runs: list[RunRecord]) -> str:
     """Return the numbers of the runs as a .csv: a row for each, with the keys that differ."""
-    always = ("attention.backend", "lock.kernel", "lock.fingerprint", "seq_len")
+    always = (*BACKENDS, "lock.kernel", "lock.fingerprint", "seq_len")
     keys = dict.fromkeys([*always, *differing(runs)])
     records = [
         {"run": str(run.folder), "ended": run.ended, **run.figures}
@@ -224,7 +225,7 @@ def described(run: RunRecord) -> dict[str, Any]:
     """Return the data that the page draws of a run."""
     return {
         "label": str(run.folder),
-        "backend": str(run.config.get("attention.backend", "")),
+        "backend": "+".join(filter(None, map(run.config.get, BACKENDS))),
         "seq_len": run.config["seq_len"],
         "figures": {
             key: x for key in headings(Shown.CONTEXT) if finite([x := run.figures.get(key)])
@@ -294,15 +295,13 @@ class RunRecord:
 
 
 def kernel_lock(folder: Path) -> dict[str, str]:
-    """Return kernel.lock.json as keys of a run: the kernel, versions, and short hashes of its
-    sources and of its results.
-    """
+    """Return kernel.lock.json as keys of a run, with short hashes of sources and of results."""
     lock = read_settings(folder / "kernel.lock.json")
-    for key in ("sources", "fingerprint"):
-        if lock.get(key):
-            text = json.dumps(lock[key], sort_keys=True)
-            lock[key] = hashlib.sha256(text.encode()).hexdigest()[:10]
-    named = {key.rpartition(".")[2]: value for key, value in flat(lock).items() if key != "backend"}
+    for own, key in product((lock, lock.get("windows", {})), ("sources", "fingerprint")):
+        if own.get(key):
+            text = json.dumps(own[key], sort_keys=True)
+            own[key] = hashlib.sha256(text.encode()).hexdigest()[:10]
+    named = {x.replace("machine.", ""): y for x, y in flat(lock).items() if x != "backend"}
     return {f"lock.{key}": str(x) for key, x in named.items() if isinstance(x, str | bool)}
 
 

@@ -116,6 +116,12 @@ def test_devices_share_sequences_in_a_way_that_all_layers_can():
         assert {division.context_method for division in able} == methods
 
 
+def test_the_words_of_a_plan_name_both(capsys):
+    assert cli.main(["plan", GIVEN, *WINDOWS, "model=tiny", "gpu=H100", "seq_len=256"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("fits: sdpa+flash, ") and out.count("sdpa+flash") > 3
+
+
 def test_the_lock_has_both_kernels():
     config = cli.compose("train", [GIVEN, *WINDOWS, "seq_len=64"]).config
     lock = kernel_lock.of_workload(workload_of(config, "cpu", 64, config.model))

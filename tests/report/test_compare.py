@@ -271,15 +271,21 @@ def test_a_damaged_checkpoint_leaves_the_documents_unknown(tmp_path):
 
 def test_locks_that_differ_are_in_the_table(tmp_path):
     lock = {"backend": "flash", "machine": {"torch": "2.13.0"}, "fingerprint": {"out": "b"}}
-    newer = lock | {"machine": {"torch": "2.14.0"}}
+    windowed = lock | {"kernel": "cudnn", "fingerprint": {"out": "d"}}
+    newer = lock | {"machine": {"torch": "2.14.0"}, "windows": windowed}
     folders = [
         make(tmp_path / "a", lock=lock),
         make(tmp_path / "b", lock=newer),
         make(tmp_path / "c", config="seq_len: 128", lock=lock | {"fingerprint": {"out": "c"}}),
         make(tmp_path / "d"),
     ]
+    # Layers with a window may have kernels of their own
+    windows = folders[1] / "config.yaml"
+    windows.write_text(windows.read_text().replace("{", "{window: sdpa, "))
     lines = {name: cells for name, *cells in table_of([*map(RunRecord, folders)], None)}
+    assert lines["attention"] == ["flash", "sdpa+flash", "flash", "flash"]
     assert lines["lock.torch"] == ["2.13.0", "2.14.0", "2.13.0", "–"]
+    assert lines["lock.windows.kernel"] == ["–", "cudnn", "–", "–"]
     assert lines["lock.fingerprint"][0] == lines["lock.fingerprint"][1]
     assert lines["lock.fingerprint"][0] != lines["lock.fingerprint"][2]
 
