@@ -8,7 +8,6 @@ on the machine: steps of several lengths are timed.
 import fcntl
 import json
 import re
-import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from benchmarks.report import machine, save_figure, table, write_json
 from benchmarks.words import check_unused
 from longctx import files
 from longctx.attention.description import SCORES
-from longctx.config.fields import Group, key
+from longctx.config.fields import Group, key, refuse
 from longctx.model.mixers.description import FILES, MIXERS, SOFTMAX
 from longctx.report.compare import positions
 from longctx.runs import metrics, metrics_file
@@ -83,6 +82,8 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     check_unused(overrides, TAKEN)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     end, out = time.monotonic() + 60 * options.minutes, Path(options.out)
+    begun = [name for name in options.mixers if (out / name).exists()]
+    refuse((begun, f"out={out}: has {', '.join(begun)} already; give another folder, or delete it"))
     given = {re.split("[.=]", x)[0] for x in overrides}
     words = [x for x in USUAL[device].split() if re.split("[.=]", x)[0] not in given] + overrides
     plain = training_run(words, device)  # plugins register their names
@@ -157,7 +158,6 @@ def trained(words: list[str], texts: list[str], folder: Path, end: float) -> Row
     """Return the figures of a run, its loss by position, and the pass keys that it finds in `texts`
     by length and depth; `failed` says why it has none.
     """
-    shutil.rmtree(folder, ignore_errors=True)
     own = [f"name={folder.name}", f"runs={folder.parent.absolute()}", "tracker=none"]
     command, place = [sys.executable, str(ROOT / "train.py"), *words, *own], Path.cwd()
     failed = finished(command, max(0, end - time.monotonic()), place)

@@ -8,7 +8,9 @@ from unittest.mock import Mock
 import pytest
 
 from longctx import files, untrusted
+from longctx.data import Tokenizer
 from longctx.generation import say
+from longctx.runs import checkpoints
 
 
 def test_a_file_is_replaced_whole(tmp_path):
@@ -96,13 +98,23 @@ def test_a_full_disk_is_known_behind_other_errors():
     assert codes == [files.FULL_DISK, 2, 2, 1]
 
 
-def test_a_file_beyond_its_limit_is_refused(tmp_path):
-    path = tmp_path / "a.yaml"
-    path.write_text("a: 1\n" + "# comment\n" * 110_000)
-    with pytest.raises(ValueError, match=r"a\.yaml: .* at most 1,048,576"):
-        untrusted.load_yaml(path)
-    with pytest.raises(ValueError, match=r"a\.yaml: .* at most 9"):
-        untrusted.read_text(path, 9)
+@pytest.mark.parametrize(
+    ("name", "limit", "read"),
+    [
+        ("a.yaml", 1, untrusted.load_yaml),
+        ("config.json", 16, untrusted.read_settings),
+        ("chat_template.jinja", 16, untrusted.read_text),
+        ("tokenizer.json", 40, Tokenizer.load),
+        ("checkpoint.json", 128, lambda path: checkpoints.read(path.parent)),
+    ],
+)
+def test_a_file_beyond_its_limit_is_refused(name, limit, read, tmp_path):
+    """The limits are those of SECURITY.md; the file is a hole, since nothing reads it."""
+    path = tmp_path / name
+    path.touch()
+    os.truncate(path, (limit << 20) + 1)
+    with pytest.raises(ValueError, match=rf"{name}: .* at most {limit << 20:,}"):
+        read(path)
 
 
 def test_what_is_no_regular_file_is_refused_and_closed(tmp_path):

@@ -257,6 +257,8 @@ def test_arena_refuses_a_model_before_the_others_train(tmp_path, refused):
     words = ["arena", "mixers=softmax,gdn-softmax", "model.layers=2", "minutes=0.001"]
     refused(main([*words, f"out={tmp_path}/arena"]), "model.layers=2")
     assert not (tmp_path / "arena").exists()
+    (tmp_path / "arena" / "softmax").mkdir(parents=True)
+    refused(main([*words, f"out={tmp_path}/arena"]), "arena: has softmax already; give another")
 
 
 @pytest.mark.slow  # two runs and two steps, each in a process of its own
