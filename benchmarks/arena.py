@@ -40,7 +40,8 @@ SETTINGS = {
     "nope": "model.nope_layers={all}",
     "gdn-softmax": "model.mixer=[gdn,gdn,gdn,softmax]",
 }
-OWN = {x: f"plugins=[{ROOT}/examples/{x}.py] model.mixer=[{x}]" for x in ("xsa", "differential")}
+EXAMPLES = ("fox", "xsa", "differential")
+OWN = {x: f"plugins=[{ROOT}/examples/{x}.py] model.mixer=[{x}]" for x in EXAMPLES}
 SETTINGS |= OWN
 # What a machine trains in about ten minutes, and the tokens of each run
 USUAL = {

@@ -1,6 +1,7 @@
 """Random tensors on the GPU, where there is one, and results against a formula in fp64."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,16 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def inputs(*shape: int, seed: int = 0) -> Tensor:
     """Normally distributed numbers, the same ones for a seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def check_decoding(decoder: Any, texts: Tensor, starts: Sequence[int], steps: int) -> None:
+    """Check the logits of `texts` (rows, T), decoded from `starts` on, against whole forwards."""
+    rows, ends = torch.arange(len(texts)), torch.tensor(starts)
+    logits = [decoder.prefill([x[:n].tolist() for x, n in zip(texts, starts, strict=True)]).clone()]
+    logits += [decoder.step(texts[rows, ends + n]).clone() for n in range(steps)]
+    wanted = decoder.model(texts)
+    for n, found in enumerate(logits):
+        torch.testing.assert_close(found, wanted[rows, ends + n - 1], rtol=1e-4, atol=1e-4)
 
 
 def assert_formula(

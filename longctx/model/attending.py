@@ -16,14 +16,13 @@ from longctx.model.layers import SelfAttention
 from longctx.model.mixer import Batch, Mixer
 from longctx.model.mixers.description import MixerSpec
 
-LEFT_OUT = ("qkv_bias", "out_bias", "sinks", "softcap")
-
 
 class Attending(Mixer, SelfAttention):
     """A mixer that calls softmax attention; `more` names its weights besides those."""
 
     share: ClassVar[str | None] = "heads"
     softmax_calls: ClassVar[int] = 1
+    lacks = ("qkv_bias", "out_bias", "sinks", "softcap")
 
     @classmethod
     def weights(cls, spec: MixerSpec) -> Mapping[str, tuple[Any, ...]]:
@@ -40,11 +39,6 @@ class Attending(Mixer, SelfAttention):
     def heads(cls, spec: MixerSpec) -> int:
         return int(spec.model.kv_heads)
 
-    @classmethod
-    def problem(cls, spec: MixerSpec) -> str | None:
-        given = [f"model.{name}={x}" for name in LEFT_OUT if (x := getattr(spec.model, name))]
-        return f"it has no {given[0]}; leave that out" if given else None
-
     # Those of attention: Mixer comes first, and has others
     reads_input = SelfAttention.reads_input
     project: Any = SelfAttention.project
@@ -58,9 +52,6 @@ class Attending(Mixer, SelfAttention):
 
     def probabilities(self, q: Tensor, k: Tensor, batch: Batch, bias: Tensor | float = 0) -> Tensor:
         """Return the softmax (B, H, T, T) of scores + bias, by the formula."""
-        keys, document = k.repeat_interleave(q.shape[2] // k.shape[2], 2), batch.documents
+        keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
         scores = torch.einsum("bihd,bjhd->bhij", q, keys) * (self.scale or self.head_dim**-0.5)
-        distance = batch.positions[:, :, None] - batch.positions[:, None]
-        seen = (document[:, :, None] == document[:, None]) & (distance >= 0)
-        seen &= distance < (batch.window or batch.length)
-        return (scores + bias).masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+        return (scores + bias).masked_fill(~batch.seen[:, None], -torch.inf).softmax(-1)

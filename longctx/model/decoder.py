@@ -1,20 +1,16 @@
 """A GPT that continues texts: all of their tokens in one forward, then token after token.
 
-The prompts are packed into one row like documents and go through the attention backend of the
-model, which never crosses from one to another; so prompts of different lengths cost no padding.
-Their keys and values stay in a cache. From then on a forward is of one token per prompt, which
-attends to the cache. Such a forward takes a GPU less time than its launches take a CPU, so on a GPU
-it is captured in a CUDA graph once and replayed.
-
-A mixer in place of attention keeps a state of fixed size for each text, see `Mixer.step`.
+The prompts are packed into one row like documents, so different lengths cost no padding. Their keys
+and values stay in a cache. From then on a forward is of one token per prompt, which attends to the
+cache. On a GPU it is captured in a CUDA graph once and replayed, since its launches take a CPU
+longer. A mixer in place of attention keeps a state of each text, see `Mixer.step`.
 
 If the backend is exact, the cache is read by its formula (longctx/attention/naive.py), which a
 kernel computes on a GPU. Others bring a `decode` of their own. If a layer has none, each new token
 computes its whole text again.
 
-The blocks are those of training, called in the two parts on either side of attention. If the
-frequencies of RoPE depend on the length of the input (dynamic, longrope), they follow it token by
-token and the keys before keep theirs, as in transformers.
+If the frequencies of RoPE depend on the length of the input (dynamic, longrope), they follow it
+token by token and the keys before keep theirs, as in transformers.
 """
 
 from __future__ import annotations
@@ -42,11 +38,9 @@ class Decoder:
     """`model`, in eval mode, on `rows` texts of at most `length` tokens each, prompt included.
 
     `graphs`: replay a CUDA graph; None: on a GPU. Weights sharded over ranks are gathered block by
-    block, which a graph cannot do. It can be used again for other prompts of the same number of
-    rows, which replay the same graph.
-
-    Keys, values and other states have room for `length` tokens from the beginning, so a graph that
-    writes to them stays valid. Nothing behind the tokens of a text is ever read.
+    block, which a graph cannot do. Other prompts, of as many rows, replay the same graph: keys,
+    values and other states have room for `length` tokens from the beginning. Nothing behind the
+    tokens of a text is ever read.
     """
 
     def __init__(self, model: GPT, rows: int, length: int, graphs: bool | None = None) -> None:
@@ -55,7 +49,9 @@ class Decoder:
         self.device, kind = weight.device, weight.device.type
         autocasts = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if autocasts else weight.dtype
-        mixers = {n: x.attention for n, x in enumerate(model.blocks) if is_mixer(x)}
+        mixers = {
+            n: x.attention for n, x in enumerate(model.blocks) if isinstance(x.attention, Mixer)
+        }
         layers = [n for n in range(model.config.layers) if n not in mixers]
         self.attends: dict[int, Attention] = {}
         for n in layers:
@@ -73,10 +69,10 @@ class Decoder:
             warn_of_slow_decoding(setting)
         self.rows, self.length, self.dtype = rows, length, dtype
         # Of each layer: keys and values, or what its mixer has
-        shape = rows, length, model.config.kv_heads, model.config.head_size
-        like: Any = {"dtype": dtype, "device": self.device}
+        shape = 2, rows, length, model.config.kv_heads, model.config.head_size
         # Not empty: naive multiplies unseen values by 0, and 0 · NaN is NaN
-        self.states = {n: tuple(torch.zeros(2, *shape, **like)) for n in layers}
+        zeros = (torch.zeros(shape, dtype=dtype, device=self.device) for _ in layers)
+        self.states = {n: (*both,) for n, both in zip(layers, zeros, strict=True)}
         self.windows = [model.config.window_of(n) for n in range(model.config.layers)]
         captures = self.decodes and all(x.description.capturable for x in attends)
         self.graphs = captures and (kind == "cuda" if graphs is None else graphs)
@@ -95,11 +91,8 @@ class Decoder:
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Logits (rows, V) after each of the `prompts`, one per row, with one token at least."""
         # The lm_head is cast once, not for every token; a graph reads this tensor
-        weight = self.model.lm_head_weight
-        if self.graph is None:
-            self.head = weight.to(self.dtype)
-        elif weight.dtype != self.dtype:
-            self.head.copy_(weight)
+        head = self.model.lm_head_weight.to(self.dtype)
+        self.head = head if self.graph is None else self.head.copy_(head)
         lengths = [len(prompt) for prompt in prompts]
         assert len(prompts) == self.rows and 0 < min(lengths) and max(lengths) <= self.length
         N, ids = sum(lengths), torch.tensor([token for prompt in prompts for token in prompt])
@@ -116,14 +109,16 @@ class Decoder:
 
         def forward(n: int, block: Any, x: Tensor) -> Tensor:
             tensors = in_tiles(block.before, tile, (x, *angles[n]))
-            if is_mixer(block) and self.decodes:
+            is_mixer = isinstance(block.attention, Mixer)
+            if is_mixer and self.decodes:
+                masks[n].room = self.length
                 out, state = block.attention.prefill(*tensors, masks[n])
                 for old, new in zip(self.states.setdefault(n, state), state, strict=True):
                     old.copy_(new)
-                return in_tiles(block.after, tile, (x, out))[0]
-            if not is_mixer(block):
+            else:
+                out = block.attention(*tensors, masks[n])
+            if not is_mixer:
                 self._write(n, slots, *tensors[1:])
-            out = block.attention(*tensors, masks[n])
             return in_tiles(block.after, tile, (x, out))[0]
 
         x = self._through_blocks(ids[None].to(self.device), forward)
@@ -171,7 +166,7 @@ class Decoder:
 
         def forward(n: int, block: Any, x: Tensor) -> Tensor:
             tensors = block.before(x, *angles[n])
-            if is_mixer(block):
+            if isinstance(block.attention, Mixer):
                 return block.after(x, block.attention.step(*tensors, *self.states[n]))
             self._write(n, slots, *tensors[1:])
             queries, (keys, values) = tensors[0].to(self.dtype), self.states[n]
@@ -200,11 +195,6 @@ class Decoder:
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.model.logits(self.model.norm(x), self.head)
-
-
-def is_mixer(block: Any) -> bool:
-    """Return True if `block` mixes tokens in another way than attention."""
-    return isinstance(block.attention, Mixer)
 
 
 @functools.cache

@@ -21,9 +21,9 @@ Shapes: N tokens, C channels, E experts of F channels, k experts per token; r is
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,16 +43,6 @@ if HAS_TRITON:
     from longctx.kernels import swiglu
 
 
-class Correction(nn.Module):
-    """A number for each expert, added to its score for the choice alone. It is not trained."""
-
-    exact = ("weight",)
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(count), requires_grad=False)
-
-
 class Experts(nn.Module):
     """A router, the experts of its choice for each token, and shared experts for all tokens."""
 
@@ -63,7 +53,10 @@ class Experts(nn.Module):
         self.scale, self.is_balanced = keys.scale, keys.balance > 0
         self.router, self.gate_up, self.down, *others = linears(part)
         self.gate_up.experts = self.down.experts = part.count
-        self.correction = Correction(part.count) if keys.router == "sigmoid_bias" else None
+        # Added to scores for the choice alone: loaded, it stays as it is
+        added = {"weight": nn.Parameter(torch.zeros(part.count), requires_grad=False)}
+        self.exact = ("correction",) if keys.router == "sigmoid_bias" else ()
+        self.correction = nn.ParameterDict(added) if self.exact else None
         self.shared = None if part.dense is None else SwiGLU(part.dense)
         self.shared_gate = others[-1] if keys.shared_gate else None
 
@@ -107,7 +100,7 @@ class Experts(nn.Module):
         else:
             scores = logits.to(wide).sigmoid()
             total = scores.sum(-1, keepdim=True)
-            chances, ranking = scores / total, scores.detach() + self.correction.weight
+            chances, ranking = scores / total, scores.detach() + self.correction["weight"]
         balance = running() if self.is_balanced else None
         if balance is not None and chances.requires_grad:
             chances.register_hook(balance.with_own_gradient)
@@ -351,19 +344,16 @@ class Balance:
         return d + self.slope * self.upstream
 
 
-_thread = threading.local()
-
-
-def running() -> Balance | None:
-    """Return the balance of this thread's forward pass, or of the one whose blocks run again."""
-    return getattr(_thread, "balance", None)
+_balance: ContextVar[Balance | None] = ContextVar("balance", default=None)
+# This thread's forward pass has it, or the one whose blocks run again
+running = _balance.get
 
 
 @contextmanager
 def balancing(balance: Balance | None) -> Iterator[None]:
     """Inside the block the experts of every layer are counted for `balance`."""
-    before, _thread.balance = running(), balance
+    token = _balance.set(balance)
     try:
         yield
     finally:
-        _thread.balance = before
+        _balance.reset(token)

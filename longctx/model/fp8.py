@@ -34,9 +34,6 @@ LEAST = 1e-30  # see longctx.kernels.elementwise.quantize
 FAST_FORWARD, FAST_BACKWARD = True, False
 
 
-Scaled = tuple[Tensor, Tensor]  # a matrix in FP8, and what to multiply it by
-
-
 class Quantized(NamedTuple):
     """A matrix (R, C) in FP8; a copy that was not asked for is empty."""
 
@@ -68,12 +65,10 @@ def quantized(
     return Quantized(q if rows else empty, transposed if columns else empty, scale)
 
 
-def product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Any = None) -> Tensor:
-    """Return a bᵀ (M, N) in `dtype` of a (M, K) and b (N, K) in FP8."""
-    (a8, scale_a), (b8, scale_b) = a, b
-    return torch._scaled_mm(
-        a8, b8.t(), scale_a, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast
-    )
+def product(a: Any, b: Any, dtype: torch.dtype, fast: bool, bias: Any = None) -> Tensor:
+    """Return a bᵀ (M, N) in `dtype` of a (M, K) and b (N, K), each in FP8 with its scale."""
+    options = {"bias": bias, "out_dtype": dtype, "use_fast_accum": fast}
+    return torch._scaled_mm(a[0], b[0].t(), a[1], b[1], **options)
 
 
 class _Product(torch.autograd.Function):
@@ -137,12 +132,7 @@ class Product(nn.Module):
     """
 
     def forward(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        with_output: bool = True,
-        gated: str = "",
+        self, x: Tensor, weight: Tensor, bias: Any, with_output: bool = True, gated: str = ""
     ) -> Tensor:
         """Return x Wᵀ + b, x (..., I), or the `gated_down` of swiglu.py, x (..., 2I)."""
         if not self.training and gated:
@@ -158,9 +148,7 @@ class Product(nn.Module):
 
 
 def convert(model: GPT, bf16_layers: Collection[int] = ()) -> GPT:
-    """From now on train the linear layers of the blocks of `model` in FP8, but for those of
-    the blocks `bf16_layers`; the first is 0, the last -1.
-    """
+    """Train the linear layers of all blocks but `bf16_layers` in FP8; block -1 is the last."""
     skipped = {n % len(model.blocks) for n in bf16_layers}
     for n, block in enumerate(model.blocks):
         for module in list(block.modules()):

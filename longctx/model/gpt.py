@@ -19,7 +19,6 @@ from longctx.attention import Mask
 from longctx.attention.context_parallel import Context, Shards, padded
 from longctx.attention.description import AttentionConfig
 from longctx.config.layout_config import MemoryConfig
-from longctx.model import compile_cache
 from longctx.model.experts import Balance, balancing
 from longctx.model.layers import Block, RMSNorm, StreamNorm
 from longctx.model.loss import IGNORED, ZLoss, linear_cross_entropy, shaped
@@ -27,6 +26,7 @@ from longctx.model.mixer import Batch, Mixer
 from longctx.model.packed import is_packed
 from longctx.model.recompute import checkpointed_blocks, forward_in_tiles
 from longctx.model.rope import Angles, Rope, Ropes
+from longctx.runs import compile_cache
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Norm
 
@@ -119,8 +119,7 @@ class GPT(nn.Module):
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         for block in self.blocks:
-            # Mixers may call kernels that it cannot trace
-            if isinstance(block.attention, Mixer):
+            if isinstance(block.attention, Mixer):  # which may call kernels that it cannot trace
                 continue
             if self.memory.recompute == "none":
                 block.compile()
@@ -180,13 +179,10 @@ class GPT(nn.Module):
         positions alone, (B, n, V).
 
         The values are cross entropy alone. Gradients of mean and sum include the loss that balances
-        experts, for each target token, and `z_loss` times the mean or sum of lse², see
-        `longctx.model.loss`.
+        experts, for each target token, and `z_loss` times the mean or sum of lse², see loss.py.
 
         If ranks share rows, every rank is given whole rows. Its "mean" and "sum" are its part of
         the loss, and all parts add up to it; "none" and logits are of whole rows on every rank.
-
-        Raises ValueError if tokens, targets or mask do not fit together.
         """
         shapes = [tuple(x.shape) for x in (tokens, targets) if x is not None]
         if tokens.ndim != 2 or len({*shapes}) > 1 or not tokens.numel():

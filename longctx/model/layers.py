@@ -78,11 +78,13 @@ class RMSNorm(nn.RMSNorm):
         return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + 1
 
     def forward(self, x: Tensor) -> Tensor:
-        # a 16-bit residual stream and fp32 weights: fp32
-        weight = self.factor
-        wide = torch.promote_types(x.dtype, weight.dtype)
-        y = F.rms_norm(x.to(wide), self.normalized_shape, weight.to(wide), self.eps)
-        return y.to(x.dtype)
+        return normed(x, self.factor, self.eps)
+
+
+def normed(x: Tensor, weight: Tensor, eps: Any) -> Tensor:
+    """Return x / rms(x) · weight, computed in the wider of their dtypes."""
+    wide = torch.promote_types(x.dtype, weight.dtype)
+    return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps).to(x.dtype)
 
 
 class StreamNorm(RMSNorm):

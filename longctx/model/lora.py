@@ -5,9 +5,8 @@ trained.
 
 With rslora s = alpha / √rank (arXiv 2312.03732), so that a high rank does not slow its additions.
 q, k and v are one matrix here, and so are gate and up: their adapters share A. An adapter for peft
-has one for each of them, with equal A. Merged, W + s · B A, the model is a plain GPT again.
-
-Of experts, whose W are stacked by rows, A (experts · rank, in) and B are stacked too.
+has one for each of them, with equal A. Merged, W + s · B A, the model is a plain GPT again. Of
+experts, whose W are stacked by rows, A (experts · rank, in) and B are stacked too.
 """
 
 from __future__ import annotations

@@ -4,13 +4,12 @@ For a token with hidden state h and target t:
 
     z = W h,  p = softmax(z),  loss = -log p[t],  dz = p - onehot(t),  dh = Wᵀ dz,  dW = Σ dz hᵀ
 
-All of it needs z, so the gradients are computed in forward, while a chunk's z is there, and z is
-never computed twice (as in Liger Kernel, arXiv 2410.10989). Backward only multiplies them with the
-incoming gradient, a scalar. dW is accumulated in fp32 over the chunks; matmuls run in the dtype of
-the inputs, or in autocast's.
+All of it needs z, so forward computes the gradients while a chunk's z is there (as in Liger Kernel,
+arXiv 2410.10989). Backward only multiplies them with the incoming gradient, a scalar. dW is
+accumulated in fp32 over the chunks; matmuls run in the dtype of the inputs, or in autocast's.
 
-The loss of each token alone has a gradient g per token, known in backward only: an objective may
-weigh a token by the log-probability of its whole document. Then backward computes z once more, and
+The loss of each token alone has a gradient g per token, known in backward only, as objectives of
+whole documents do. Then backward computes z once more, and
 
     dh = g (Wᵀ dz),  dW = Σ dz (g h)ᵀ
 
@@ -20,9 +19,8 @@ s (1 - (z / c)²) on its way to h and W.
 A z-loss adds a · lse² to each token's, lse = log Σ exp(z), so that lse stays near 0 (PaLM, arXiv
 2204.02311). Only gradients have it: dz = (1 + 2 a lse) p - onehot(t); the loss stays as it is.
 
-On a GPU one kernel makes dz of a chunk's z in place (elementwise/cross_entropy.py). There logits
-with a gradient are rounded to 16 bits, as F.linear and F.cross_entropy would; those of an
-evaluation stay in fp32.
+On a GPU one kernel makes dz of a chunk's z in place. There logits with a gradient are rounded to 16
+bits, as F.linear and F.cross_entropy would; those of an evaluation stay in fp32.
 
 Shapes: N tokens, C channels, V tokens in the vocabulary.
 """
@@ -81,9 +79,8 @@ def linear_cross_entropy(
 
     It is fp32, or fp64 for fp64 inputs. "mean" is over the scored tokens and "sum" over all; if no
     token is scored both are 0 with zero gradients. "none" gives -log p of each scored token, 0 for
-    others; its backward computes the logits again. With `scale`, a scalar on the device, a sum
-    or mean is multiplied by it before anything is rounded to bf16. Gradients can be taken once
-    per loss; sum and mean add `z_loss` to them. Raises ValueError for another `reduction`.
+    others; its backward computes the logits again. With `scale`, a scalar on the device, a sum or
+    mean is multiplied by it before anything is rounded to bf16; both add `z_loss` to gradients.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} must be 'mean', 'sum' or 'none'")
@@ -269,7 +266,7 @@ def cross_entropy_(
     z_loss: float = 0.0,
     squares: Tensor | None = None,
 ) -> None:
-    """Do by torch what the kernel of that name does."""
+    """Write losses, and gradients over the logits, as the kernel of that name does."""
     logp = z.log_softmax(dim=-1)
     losses.copy_(F.nll_loss(logp, targets, reduction="none", ignore_index=IGNORED))
     if scale is None:

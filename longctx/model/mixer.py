@@ -12,7 +12,7 @@ tiles:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -33,6 +33,8 @@ class Batch:
 
     `mask` is bound and causal inside documents, with the window of the layer if it has one.
     """
+
+    room = 0  # tokens of a text, at most, in decoding
 
     def __init__(self, mask: Mask, rows: int, ranks: Ranks = ALONE) -> None:
         if mask.kind not in ("causal", "documents"):
@@ -66,6 +68,13 @@ class Batch:
         numbers = torch.searchsorted(self.offsets, tokens, right=True) - 1
         return numbers.view(self.rows, self.length)
 
+    @property
+    def seen(self) -> Tensor:
+        """Return True for each key that a query sees, (B, T, T)."""
+        distance = self.positions[:, :, None] - self.positions[:, None]
+        same = self.documents[:, :, None] == self.documents[:, None]
+        return same & (distance >= 0) & (distance < (self.window or self.length))
+
     def own_heads(self, weight: Tensor, rows: int = 0) -> Tensor:
         """Return the rows of `weight`, equally many for each head, of this rank's heads. These are
         `rows`, or with 0 those of a weight whose heads no other rank has.
@@ -86,7 +95,8 @@ class Mixer(nn.Module):
     share: how context=N divides it; "heads": a rank has all tokens of some heads, that is of
         dimension 2 of all `tensors` and of `out`, and `batch.own_heads` of weights; None: refused
     names: weight → its tensor, or tensors, in a layer of a Hugging Face folder, for a family
-    softmax_calls: calls of softmax attention with the model's heads, in one forward
+    softmax_calls: calls of softmax attention in one forward
+    lacks: keys of a model that it would ignore
     reads_input: True if `branch` takes the normed input x
     exact: weights that stay in fp32 in every export, and matrices that do so in a run in 16 bits;
         other weights than matrices do anyway
@@ -96,6 +106,7 @@ class Mixer(nn.Module):
     share: ClassVar[str | None] = None
     names: ClassVar[Mapping[str, Any]] = {}
     softmax_calls: ClassVar[int] = 0
+    lacks: ClassVar[Sequence[str]] = ()
     reads_input: Any = False
     exact: ClassVar[tuple[str, ...]] = ()
 
@@ -124,9 +135,9 @@ class Mixer(nn.Module):
         return Cost(saved=8 * e * spec.size, backward=8 * e * spec.size)
 
     @classmethod
-    def width(cls, spec: MixerSpec) -> int:
-        """Return the number of channels of `out`."""
-        return spec.model.heads * spec.model.head_size if cls.softmax_calls else spec.size
+    def called(cls, spec: MixerSpec) -> dict[str, Any]:
+        """Return the keys of a model whose attention is what it calls, where they are others."""
+        return {}
 
     @classmethod
     def heads(cls, spec: MixerSpec) -> int:
@@ -136,7 +147,9 @@ class Mixer(nn.Module):
     @classmethod
     def problem(cls, spec: MixerSpec) -> str | None:
         """Return why no such layer can be made, with a remedy, or None."""
-        return None
+        values = {f"model.{name}": getattr(spec.model, name) for name in cls.lacks}
+        given = [f"{name}={x}" for name, x in values.items() if x not in (False, None, "none")]
+        return f"it has no {given[0]}; leave that out" if given else None
 
     @classmethod
     def refusal(cls, device: str) -> str | None:

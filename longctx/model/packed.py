@@ -3,8 +3,7 @@
     y = x Wᵀ + b,   dx = dy W,   W = unpacked(weight)
 
 A packed weight is a parameter of bytes. Each row has its codes and its scales, so rows are packed,
-read, sharded and saved alone, and nothing casts them. W exists during its product only: backward
-unpacks it again.
+read, sharded and saved alone, and nothing casts them. W exists during its product only.
 
     W = c · a, c one of 16 quantiles of a normal distribution, a the largest of 64 weights (QLoRA,
     arXiv 2305.14314), by bitsandbytes' kernels. a is a byte too: low + step · level, with two fp32
@@ -117,12 +116,8 @@ class PackedLinear(Linear):
 
 def parameter(weight: Tensor) -> nn.Parameter:
     """Return `weight` packed; one on "meta" holds nothing."""
-    if weight.is_meta:
-        width = packed_width(weight.shape[1])
-        rows = weight.new_empty(len(weight), width, dtype=torch.uint8)
-    else:
-        rows = packed(weight.detach())
-    return nn.Parameter(rows, requires_grad=False)
+    empty = weight.new_empty(len(weight), packed_width(weight.shape[1]), dtype=torch.uint8)
+    return nn.Parameter(empty if weight.is_meta else packed(weight.detach()), requires_grad=False)
 
 
 def bitsandbytes() -> Any:

@@ -67,10 +67,6 @@ class Recurrent(Mixer):
     sizes: Any
 
     @classmethod
-    def width(cls, spec: MixerSpec) -> int:
-        return int(cls.sizes(spec).widths[-1])
-
-    @classmethod
     def weights(cls, spec: MixerSpec) -> Any:
         sizes, C = cls.sizes(spec), spec.size
         matrices = {"qkv": (sizes.widths, C), "out": (C, sizes.widths[-1])}

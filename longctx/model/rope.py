@@ -1,9 +1,8 @@
 """Rotary position embedding (arXiv 2104.09864), half-split as in Hugging Face: channel d rotates
 with channel d + D/2.
 
-No table bound to a maximum length: cos and sin are computed once per forward from the positions
-themselves. The angle, an integer times a 24-bit frequency, is formed in fp64, where the product is
-exact; in fp32 it would be off by 0.03 rad at position 1,000,000.
+cos and sin are computed once per forward from the positions. The angle, an integer times a 24-bit
+frequency, is exact in fp64; in fp32 it would be off by 0.03 rad at position 1,000,000.
 
 Scaled frequencies equal transformers' to the last bit, so that a model means the same there: linear
 (arXiv 2306.15595), dynamic NTK-aware, YaRN (arXiv 2309.00071), llama3 (arXiv 2407.21783), longrope
@@ -41,10 +40,8 @@ class Rope(nn.Module):
         return self.spec.scaling.get("rope_type") in ("dynamic", "longrope")
 
     def of_documents(self, lengths: Sequence[int], longest: int) -> tuple[Tensor, Tensor]:
-        """Frequencies (n, D/2) fp32, and for each token of documents of these `lengths` which of
-        them are its own, (tokens,) int64; on the CPU.
-
-        No document counts as longer than `longest`.
+        """Return frequencies (n, D/2) fp32, and the number of each token's own, (tokens,) int64, in
+        documents of these `lengths`, on the CPU. No document counts as longer than `longest`.
         """
         each = torch.tensor(lengths, device="cpu")
         different, number = each.clamp(max=longest).unique(return_inverse=True)
@@ -56,8 +53,7 @@ class Rope(nn.Module):
 
         `own_frequencies` (B, T, D/2): those of each token, if its document's length decides.
         """
-        if self.frequencies.device != positions.device:
-            self.frequencies = self.frequencies.to(positions.device)
+        self.frequencies = self.frequencies.to(positions.device)
         per_token = self.frequencies if own_frequencies is None else own_frequencies[..., None, :]
         angles = positions[..., None, None].double() * per_token.double()
         cos, sin = angles.cos().float(), angles.sin().float()

@@ -107,7 +107,9 @@ def attention_backward(block: BlockSpec, p: Pass) -> float:
     if isinstance(block.attention, MixerSpec):
         # Residual; the output's gradient; what the mixer saves, if it runs again, and its backward
         again = attention_saved(block.attention, p) if p.recompute == "block" else 0
-        gradients = e * (q + 2 * kv) if block.attention.softmax_calls else 0
+        called = block.attention.softmax
+        gradients = e * (called.query_size + 2 * called.key_size)
+        gradients = gradients if block.attention.softmax_calls else 0
         own = gradients + block.attention.cost(e).backward
         return (e * (C + q) + own) * p.tokens + p.gradient * block.weights + again
     if p.in_groups:

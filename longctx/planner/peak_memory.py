@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from longctx.attention.description import Description
 from longctx.config.layout_config import kv_copies, tile_size
+from longctx.model.mixers.description import attention_of
 from longctx.planner import block_memory
 from longctx.spec.parts import FP32, BlockSpec, Pass
 from longctx.spec.step import SLICE, STACK, MeasuredLayer, Workload
@@ -205,10 +206,10 @@ class _Step:
         yield "backward of the last norm", _sum(always, last_norm, saved)
         yield self.of_blocks(before + head, [0.0] * (self.L + 1) if full else of_first)
         last = (gradients if full else gradients - embedding) + (embedding if tied else 0.0)
-        # The tokens' gradient in fp32, next to what it is made of, then to that of the weight
+        last += embedding
+        # The gradient in fp32 next to what it is made of
         of = self.e if self.model.multipliers.embedding == 1 else FP32
-        last += max(of * self.C * self.N, embedding)
-        tokens = {GRADIENTS: last, KEPT: float(FP32 * self.C * self.N)}
+        tokens = {GRADIENTS: last, KEPT: (FP32 + of) * self.C * self.N}
         yield "backward of the embedding", _sum(always, tokens)
 
     def of_blocks(self, before: float, of_first: list[float]) -> tuple[str, Terms]:
@@ -300,7 +301,7 @@ class _Step:
         """Return the bytes that attention's backward sends and receives at one time between the
         ranks of a sequence, in a layer with this `window`.
         """
-        ranks, attention = self.workload.context, self.blocks[0].attention
+        ranks, attention = self.workload.context, attention_of(self.model)
         if ranks == 1:
             return 0.0
         heads, q, kv = attention.model.kv_heads, attention.query_size, attention.key_size

@@ -17,7 +17,7 @@ import torch
 from longctx.attention import Mask, attention, kernels_run, registered
 from longctx.attention.description import SCORES
 from longctx.kernels import integers, machine, sha256, sources
-from longctx.model.mixers.description import plugins_of
+from longctx.model.mixers.description import attention_of, plugins_of
 from longctx.parallel.devices import dtype_of
 from longctx.runs import run_folder
 from longctx.spec.step import Workload
@@ -57,11 +57,11 @@ def of_workload(workload: Workload) -> Lock:
 def fingerprint(workload: Workload, device: torch.device) -> dict[str, str]:
     """Return sha256 of attention's reproducible results for fixed inputs."""
     # Head size, dtype, group and length choose the kernel as they do in the run
-    model, chosen, dtype = workload.model, workload.attention, dtype_of(workload.precision)
-    group = model.heads // model.kv_heads
+    model, chosen = attention_of(workload.model).model, workload.attention
+    group, dtype = model.heads // model.kv_heads, dtype_of(workload.precision)
     like = torch.empty(0, 0, 0, model.head_size, dtype=dtype, device=device)
-    shortest = registered()[chosen.backend].kernels_change_at(like, workload.seq_len)
-    length = shortest + TOKENS
+    backend = registered()[chosen.backend]
+    length = backend.kernels_change_at(like, workload.seq_len) + TOKENS
     # The same values on every device; made on the GPU, since long sequences need millions of them
     with torch.device(device):
         shapes = [(1, length, heads, model.head_size) for heads in (group, 1, 1, group)]

@@ -26,6 +26,7 @@ from longctx.parallel.devices import check_attention, this_machine
 from longctx.planner.fitting import ways
 from longctx.spec.model_config import GPTConfig
 from longctx.training import kernel_lock
+from tests.inputs import check_decoding
 from tests.test_docs import blocks
 
 SCORES_OF_DOCS = next(code for code in blocks("extend.md", "python") if "def alibi" in code)
@@ -196,15 +197,7 @@ BACKENDS = [ALIBI, AttentionConfig("naive", {"score": "both"}), "dilated", "whol
 def test_steps_are_the_whole_forward(backend, capsys):
     model = small(backend)
     texts = torch.randint(71, (2, 13), generator=torch.Generator().manual_seed(1))
-    starts = (7, 4)
-    decoder = Decoder(model, 2, 13)
-    steps = [decoder.prefill([x[:n].tolist() for x, n in zip(texts, starts, strict=True)])]
-    for more in range(5):
-        new = torch.stack([x[n + more] for x, n in zip(texts, starts, strict=True)])
-        steps.append(decoder.step(new).clone())
-    for row, n in enumerate(starts):
-        expected = model(texts[row : row + 1])[0, n - 1 : n + 5]
-        torch.testing.assert_close(torch.stack(steps)[:, row], expected, rtol=1e-4, atol=1e-4)
+    check_decoding(Decoder(model, 2, 13), texts, (7, 4), 5)
     assert ("computes its text again" in capsys.readouterr().err) == (backend == "whole")
     differs = (small("naive")(texts) - model(texts)).abs().max() > 0.1
     assert differs == (backend not in ("naive", "sdpa"))

@@ -116,7 +116,9 @@ def test_each_fault_is_found(fault, capsys, monkeypatch):
 
 
 @pytest.mark.slow  # a process of its own, which forks two
-@pytest.mark.parametrize("name", ["gdn", "kda", "mamba2", "fox", "xsa.py", "differential.py"])
+@pytest.mark.parametrize(
+    "name", ["gdn", "kda", "mamba2", "mla", "fox.py", "xsa.py", "differential.py"]
+)
 def test_every_check_of_a_cpu_passes(name, tmp_path):
     name = f"{ROOT}/examples/{name}" if name.endswith(".py") else name
     process = finished("-m", ["longctx", "check", name], tmp_path)

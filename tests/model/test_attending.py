@@ -1,5 +1,5 @@
-"""Mixers that call softmax attention: kernels compute their formulas, and its gradients; documents
-are alone. `longctx check` tries ranks and recomputation, see tests/hf/test_check.py.
+"""Mixers that call softmax attention: kernels compute their formulas, and its gradients. All else
+is tried by `longctx check`, see tests/hf/test_check.py.
 """
 
 from collections.abc import Iterator
@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from longctx.model import GPT
-from longctx.model.decoder import Decoder
-from longctx.model.mixer import Batch
 from longctx.spec.model_config import GPTConfig
-from tests.model.test_mixers import LENGTHS, SIZES, loaded, packed, small, step
+from tests.model.test_mixers import SIZES, loaded, small, step
 from tests.processes import ROOT
 
 NAMES = ("fox", "xsa", "differential")
@@ -20,7 +18,8 @@ NAMES = ("fox", "xsa", "differential")
 @pytest.fixture(autouse=True)
 def examples() -> Iterator[None]:
     """Register the mixers of examples/."""
-    with loaded(ROOT / "examples/xsa.py"), loaded(ROOT / "examples/differential.py"):
+    fox, xsa, differential = (loaded(ROOT / f"examples/{name}.py") for name in NAMES)
+    with fox, xsa, differential:
         yield
 
 
@@ -46,39 +45,6 @@ def test_the_kernel_and_its_gradients_are_the_formula(name, changes):
     assert all(x.abs().max() > 0 for x in found)
     plain = small("softmax", **changes)
     assert (gradients(plain)[0] - found[0]).abs() > 1e-3
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_packed_documents_are_alone_and_decode(name):
-    model = small(name, "softmax").eval().requires_grad_(False)
-    ids, mask = packed()
-    alone = [model(x) for x in ids[:1].split(LENGTHS, dim=1)]
-    logits = model(ids, mask=mask)[:1]
-    torch.testing.assert_close(torch.cat(alone, dim=1), logits, rtol=1e-4, atol=1e-5)
-    decoder, text = Decoder(model, 1, 9), ids[:1, 1:10]
-    found = [decoder.prefill([text[0, :6].tolist()]), *map(decoder.step, text[:, 6:8].mT)]
-    torch.testing.assert_close(torch.cat(found), model(text)[0, 5:8], rtol=1e-4, atol=1e-4)
-
-
-def called(name: str, *more: torch.Tensor, **weights: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output of a mixer for random q, k and v of packed documents, and the v of each head."""
-    mixer = small(name).blocks[0].attention
-    batch = Batch(packed()[1].bind(2, 37, 37, "cpu"), 2)
-    for weight, value in weights.items():
-        getattr(mixer, weight).data.fill_(value)
-    q, k, v = (torch.randn(2, 37, heads, 8) for heads in (6, 2, 2))
-    return mixer(q, k, v, *more, batch), v.repeat_interleave(3, 2)
-
-
-def test_fox_that_forgets_all_sees_the_token_alone():
-    out, own = called("fox", torch.zeros(2, 37, 6), remember=-1e4)
-    torch.testing.assert_close(out, own)
-
-
-def test_xsa_has_nothing_along_its_own_value():
-    out, own = called("xsa")
-    assert (out * own).sum(-1).abs().max() < 1e-4
-    assert out[:, 0].abs().max() < 1e-5 < out[:, 2].abs().max()  # one token sees itself alone
 
 
 def test_settings_that_they_lack_are_refused():

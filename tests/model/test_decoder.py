@@ -23,7 +23,7 @@ from longctx.model import GPT
 from longctx.model.decoder import Decoder, Sampler, continuations
 from longctx.spec.model_config import GPTConfig
 from tests.hf.families.parity import ROPES, SIZES, SPECIAL, reference
-from tests.inputs import DEVICE
+from tests.inputs import DEVICE, check_decoding
 
 LENGTHS = (1, 13, 61)  # of the prompts of a batch; the last text grows beyond the 64 positions
 NEW = 19
@@ -87,14 +87,9 @@ def small(**changes: Any) -> GPT:
 def test_split_keys_give_the_logits_of_a_whole_forward():
     model = small(window=5, head_dim=16, layers=1).to(DEVICE)
     texts = torch.randint(71, (2, 12), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    rows, starts = torch.arange(2), torch.tensor([7, 4])
     decoder = Decoder(model, 2, 12)
     assert decoder.splits_keys
-    logits = [decoder.prefill([texts[0, :7].tolist(), texts[1, :4].tolist()])]
-    logits += [decoder.step(texts[rows, starts + more]).clone() for more in range(3)]
-    expected = model(texts)
-    for more, ours in enumerate(logits):
-        torch.testing.assert_close(ours, expected[rows, starts + more - 1], rtol=1e-4, atol=1e-4)
+    check_decoding(decoder, texts, (7, 4), 3)
 
 
 LOGITS = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)) * 3

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from longctx.attention import Mask, registry
 from longctx.config.layout_config import MemoryConfig
-from longctx.model import GPT, GPTConfig, compile_cache
+from longctx.model import GPT, GPTConfig
+from longctx.runs import compile_cache
 
 CONFIG = GPTConfig(vocab_size=67, layers=2, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.2)
 V = 67

@@ -27,6 +27,7 @@ from longctx.spec import hardware
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import AttentionSpec
 from longctx.training import kernel_lock
+from tests.inputs import check_decoding
 from tests.test_docs import blocks
 
 SHORT = next(code for code in blocks("extend.md", "python") if "class ShortConvolution" in code)
@@ -97,22 +98,9 @@ def test_recomputation_changes_nothing(memory):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_the_forward_is_the_formula_and_documents_are_alone():
-    model = small("short").requires_grad_(False)
-    ids, mask = packed()
-    logits = model(ids, mask=mask)
-    for block in model.blocks:
-        block.attention.forward = block.attention.naive
-    torch.testing.assert_close(model(ids, mask=mask), logits, rtol=1e-4, atol=1e-5)
-    alone = [model(x) for x in ids[:1].split(LENGTHS, dim=1)]
-    torch.testing.assert_close(torch.cat(alone, dim=1), logits[:1], rtol=1e-4, atol=1e-5)
-
-
 def test_a_mixer_without_a_step_is_decoded_by_its_forward(capsys):
     model = small("short", "softmax").eval().requires_grad_(False)
-    decoder, text = Decoder(model, 1, 9), packed()[0][:1, 1:10]
-    found = [decoder.prefill([text[0, :6].tolist()]), *map(decoder.step, text[:, 6:8].mT)]
-    torch.testing.assert_close(torch.cat(found), model(text)[0, 5:8], rtol=1e-4, atol=1e-4)
+    check_decoding(Decoder(model, 1, 9), packed()[0][:1, 1:10], (6,), 2)
     assert "model.mixer=short has no decoding" in capsys.readouterr().err
 
 

@@ -16,6 +16,7 @@ from longctx.model.decoder import Decoder
 from longctx.model.mixer import Batch
 from longctx.parallel.devices import mixers
 from longctx.spec.model_config import GPTConfig
+from tests.inputs import check_decoding
 
 LENGTHS = (1, 2, 63, 70, 5, 64, 128, 3)  # of documents, against chunks of 64 and 16
 SIZES = {"key_heads": 2, "value_heads": 6, "key_size": 8, "value_size": 16}
@@ -83,15 +84,9 @@ def test_each_document_of_kda_is_that_of_transformers():
 def test_steps_are_the_whole_forward(name):
     whole = model(name, **OPTIONS[name]).eval().requires_grad_(False)
     texts = torch.randint(71, (2, 80), generator=torch.Generator().manual_seed(1))
-    starts, decoder = (70, 2), Decoder(whole, 2, 80)
+    decoder = Decoder(whole, 2, 80)
     for _ in range(2):  # used again, it forgets
-        steps = [decoder.prefill([x[:n].tolist() for x, n in zip(texts, starts, strict=True)])]
-        for more in range(4):
-            new = torch.stack([x[n + more] for x, n in zip(texts, starts, strict=True)])
-            steps.append(decoder.step(new).clone())
-        for row, n in enumerate(starts):
-            expected = whole(texts[row : row + 1])[0, n - 1 : n + 4]
-            torch.testing.assert_close(torch.stack(steps)[:, row], expected)
+        check_decoding(decoder, texts, (70, 2), 4)
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -38,7 +38,7 @@ register("scaled", Scaled)
 MODELS = [
     {"norm_plus_one": True, "norms": "sandwich", "qk_norm": "head"},
     {"sinks": True, "experts": {"count": 6, "per_token": 2, "ffn": 16, "router": "sigmoid_bias"}},
-    {"mixer": ["gdn", "fox", "scaled"]},
+    {"mixer": ["gdn", "mla", "scaled"]},
 ]
 
 
@@ -51,7 +51,7 @@ def test_weights_in_fp32_stay_so_in_slices(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_of_slices_in_bf16_resumes_exactly(overrides, tmp_path):
-    keys = {"precision": "bf16", "model.layers": 2, "model.mixer": "[gdn,fox]", "accumulate": 1}
+    keys = {"precision": "bf16", "model.layers": 2, "model.mixer": "[gdn,mla]", "accumulate": 1}
     keys |= {"model.norm_plus_one": True, "checkpoint_every": 2, "max_steps": 4, "devices": 2}
     keys |= {"keep_checkpoints": 5, "memory": "balanced"}
     copies = overrides(name="copies", strategy="ddp", **keys | {"max_steps": 1})

@@ -10,7 +10,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd, prod
 from pathlib import Path
@@ -107,7 +107,7 @@ class MixerSpec(AttentionSpec):
     @property
     def query_size(self) -> int:
         """Return the width of the output of its `forward`."""
-        return int(self.computed_by.width(self))
+        return int(self.shapes.get("out", (0, self.size))[1])
 
     @property
     def gate_size(self) -> int:
@@ -119,10 +119,11 @@ class MixerSpec(AttentionSpec):
         """Count its calls of softmax attention."""
         return int(self.computed_by.softmax_calls)
 
-    @property
+    @cached_property
     def softmax(self) -> AttentionSpec:
-        """Return the attention layer of its sizes."""
-        sizes = self.name, self.folder, self.size, self.model, self.window, self.rope
+        """Return the attention layer that has the sizes of its calls."""
+        model = replace(self.model, **self.computed_by.called(self))
+        sizes = self.name, self.folder, self.size, model, self.window, self.rope
         return AttentionSpec(*sizes, self.rotates)
 
     def cost(self, e: int) -> Cost:
@@ -135,7 +136,9 @@ class MixerSpec(AttentionSpec):
             raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
 
     def flops(self, pairs: float) -> float:
-        return self.softmax_calls * super().flops(pairs) + 3 * self.cost(2).flops
+        # A score of a pair has the channels of a query, the sum those of a value
+        channels = self.softmax.query_size + self.query_size
+        return 6 * self.softmax_calls * pairs * channels + 3 * self.cost(2).flops
 
 
 def rows_of(shape: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -197,6 +200,12 @@ def layer(mixer: str, *sizes: Any) -> AttentionSpec:
 def of_model(model: Any) -> list[MixerSpec]:
     """Return the layers of `model` that a `Mixer` computes, each kind once."""
     return [x.attention for x, _ in model.kinds if isinstance(x.attention, MixerSpec)]
+
+
+def attention_of(model: Any) -> AttentionSpec:
+    """Return the softmax attention of `model` that has the largest heads, as layers call it."""
+    called = [getattr(x.attention, "softmax", x.attention) for x, _ in model.kinds]
+    return max(called, key=lambda part: part.model.head_size)
 
 
 def plugins_of(model: Any) -> list[Path]:

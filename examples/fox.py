@@ -18,8 +18,7 @@ from torch.nn.functional import logsigmoid
 from longctx.attention import Attention
 from longctx.attention.description import AttentionConfig
 from longctx.model.attending import Attending
-from longctx.model.mixer import Batch
-from longctx.model.mixers.description import Cost, MixerSpec, register
+from longctx.model.mixers import Batch, Cost, MixerSpec, register
 
 
 class Fox(Attending):

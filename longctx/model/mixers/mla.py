@@ -1,0 +1,144 @@
+"""Multi-head latent attention of DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437): keys and values
+of all heads are made of one latent c of a token, and a key has rotary channels r for all heads.
+
+    c = norm(W x),  r = rope(R x),   k_h = [K_h c, r],  v_h = V_h c,
+    q_h = [Q_h y, rope(P_h y)],  y = x, or norm(D x) with a q_rank
+
+K_h has model.head_dim channels, r their rotary share: DeepSeek has 128 and 64. Decoding caches c
+and r alone, since K_h and V_h commute with the sums:
+
+    q_h·k_h = [K_hᵀ Q_h y, rope(P_h y)]·[c, r],   Σ p v_h = V_h Σ p c
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from longctx.attention import Attention, Scores
+from longctx.attention.description import AttentionConfig
+from longctx.model.layers import normed
+from longctx.model.mixer import Mixer, widened
+from longctx.model.mixers.description import Cost, MixerSpec, register
+from longctx.model.packed import is_packed, unpacked
+from longctx.model.rope import rotate, yarn_scale
+
+
+class LatentAttention(Mixer):
+    """Latent attention; with 0 kv_rank is 4 · model.head_dim, value_size that, and q is direct."""
+
+    options = {"kv_rank": 0, "q_rank": 0, "value_size": 0}
+    share = "heads"
+    softmax_calls = 1
+    lacks = ("qkv_bias", "out_bias", "sinks", "softcap", "qk_norm", "attention_gate")
+
+    def __init__(self, part: MixerSpec, backend: AttentionConfig) -> None:
+        super().__init__(part, backend)
+        self.attend = Attention(backend.backend, backend.options)
+        model, (_, self.kv_rank, self.value_size) = part.model, self.sizes(part)
+        self.query_heads, self.key_size = model.heads, model.head_size
+        self.rotary_size, scaling = part.rope.size, part.rope.scaling
+        # With mscale_all_dim YaRN stretches all channels of a key, not the rotary ones alone
+        stretch = yarn_scale(scaling.get("factor", 1.0), scaling.get("mscale_all_dim") or 0.0)
+        scale = model.attention_scale or part.softmax.model.head_size**-0.5
+        self.scores = Scores(scale * stretch**2)
+
+    @classmethod
+    def sizes(cls, spec: MixerSpec) -> tuple[int, int, int]:
+        """Return q_rank, kv_rank, and the channels of a value."""
+        given, size = spec.options, spec.model.head_size
+        return given["q_rank"], given["kv_rank"] or 4 * size, given["value_size"] or size
+
+    @classmethod
+    def called(cls, spec: MixerSpec) -> dict[str, Any]:
+        # Kernels have one size of heads
+        return {"head_dim": spec.model.head_size + spec.rope.size, "kv_heads": spec.model.heads}
+
+    @classmethod
+    def weights(cls, spec: MixerSpec) -> dict[str, tuple[Any, ...]]:
+        (q_rank, kv_rank, value_size), heads = cls.sizes(spec), spec.model.heads
+        queries = spec.softmax.query_size
+        shapes: dict[str, tuple[Any, ...]] = {
+            "qkv": ((q_rank or queries, kv_rank + spec.rope.size), spec.size),
+            "kv_up": (heads * (spec.model.head_size + value_size), kv_rank),
+            "out": (spec.size, heads * value_size),
+            "kv_norm": (kv_rank,),
+        }
+        return shapes | ({"q_up": (queries, q_rank), "q_norm": (q_rank,)} if q_rank else {})
+
+    @classmethod
+    def cost(cls, spec: MixerSpec, e: int) -> Cost:
+        (q_rank, kv_rank, _), queries = cls.sizes(spec), spec.softmax.query_size
+        # Latents in fp32, and normed, and the output for `out`; but no projection of q, k and v
+        saved = (e + 4) * (q_rank + kv_rank) + e * (spec.query_size - 2 * queries)
+        return Cost(saved=saved, backward=e * queries)  # the gradient of the padded output
+
+    def start(self, name: str, weight: Tensor) -> None:
+        nn.init.ones_(weight)
+
+    def project(self, x: Tensor, *angles: Tensor) -> tuple[Tensor, ...]:
+        """Return q and k (B, T, H, D), v (B, T, H, V), and [c, r] (B, T, 1, ...)."""
+        widths = self.part.shapes["qkv"][0][0], self.kv_rank, self.rotary_size
+        queries, c, r = self.qkv(x).split(widths, dim=-1)
+        if "q_norm" in self.part.shapes:
+            queries = self.q_up(normed(queries, self.q_norm, 1e-6))
+        c, r = normed(c, self.kv_norm, 1e-6), r[:, :, None]  # whatever eps the model has
+        queries, keys = (x.unflatten(-1, (self.query_heads, -1)) for x in (queries, self.kv_up(c)))
+        keys, values = keys.split((self.key_size, self.value_size), dim=-1)
+        cos, sin, *growth = angles
+        if self.part.rotates:
+            plain, rotary = queries.split((self.key_size, self.rotary_size), dim=-1)
+            queries, r = torch.cat([plain, rotate(rotary, cos, sin)], dim=-1), rotate(r, cos, sin)
+        queries = (queries * growth[0]).to(queries.dtype) if growth else queries
+        keys = torch.cat([keys, r.expand(*keys.shape[:3], -1)], dim=-1)
+        return queries, keys, values, torch.cat([c[:, :, None], r], dim=-1)
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        queries, keys, values, _, batch = arguments
+        return super().__call__(queries, keys, values, batch)
+
+    def forward(self, *tensors: Any) -> Tensor:
+        queries, keys, values, batch = tensors
+        padded = pad(values, (0, queries.shape[3] - self.value_size))
+        return self.attend(queries, keys, padded, batch.mask, self.scores)[..., : self.value_size]
+
+    def branch(self, out: Tensor, x: Tensor | None) -> Any:
+        return self.out(out.flatten(2))
+
+    def absorbed(self, queries: Tensor, latents: Tensor, seen: Tensor) -> Tensor:
+        """Return the output (B, T, H, V) of q and of [c, r] (B, S, ...) where `seen` (B, T, S)."""
+        weight = self.kv_up.weight
+        weight = unpacked(weight, queries.dtype) if is_packed(weight) else weight.to(queries.dtype)
+        both = weight.unflatten(0, (self.query_heads, -1))
+        K, V = both.split((self.key_size, self.value_size), dim=1)
+        plain, rotary = queries.split((self.key_size, self.rotary_size), dim=-1)
+        asked = torch.cat([torch.einsum("bthd,hdc->bthc", plain, K), rotary], dim=-1)
+        scores = widened(torch.einsum("bthc,bsc->bhts", asked, latents)) * (self.scores.scale or 1)
+        p = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1).to(queries.dtype)
+        summed = torch.einsum("bhts,bsc->bthc", p, latents[..., : self.kv_rank])
+        return torch.einsum("bthc,hvc->bthv", summed, V)
+
+    def naive(self, *tensors: Any) -> Tensor:
+        queries, _, _, latents, batch = tensors
+        return self.absorbed(queries, latents[:, :, 0], batch.seen)
+
+    def prefill(self, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        (*_, latents, batch), lengths = tensors, tensors[-1].offsets.diff()
+        cache = latents.new_zeros(len(lengths), batch.room, latents.shape[-1])
+        cache[batch.documents, batch.positions] = latents[:, :, 0]
+        return self(*tensors), (cache, lengths)
+
+    def step(self, *tensors: Any) -> Tensor:
+        queries, _, _, latents, cache, lengths = tensors
+        rows, places = (torch.arange(n, device=cache.device) for n in cache.shape[:2])
+        cache[rows, lengths] = latents[:, 0, 0]
+        back = lengths[:, None] - places
+        lengths += 1
+        seen = (back >= 0) & (back < (self.part.window or len(places)))
+        return self.absorbed(queries, cache, seen[:, None])
+
+
+register("mla", LatentAttention)
