@@ -62,12 +62,12 @@ VAL_FRACTION = 0.05
 FOUND, PERPLEXITY = "pass keys found", "perplexity up to this token, unseen text"
 LR = 0.0005  # of the first stage; later ones take half
 NEEDLES = Path(__file__).parents[1] / "examples" / "needles.py"
-# What a machine does in minutes. On a CPU few sequences, which only show that all of it works
+# What a machine does in minutes. On a CPU few sequences
 SIZES: dict[str, dict[str, Any]] = {
     "cuda": {"context": 131072, "stages": [[32768, 160], [131072, 24]], "depths": 5, "samples": 4}
     | {"lengths": [8192, 16384, 32768, 65536, 131072], "documents": None},
-    "cpu": {"context": 32768, "stages": [[2048, 8]], "depths": 1, "samples": 1}
-    | {"lengths": [4096, 16384], "documents": 200},
+    "cpu": {"context": 16384, "stages": [[2048, 8]], "depths": 2, "samples": 1}
+    | {"lengths": [2048, 10240], "documents": 200},
 }
 
 
