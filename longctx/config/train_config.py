@@ -183,7 +183,8 @@ class TrainConfig(Group):
             yield f"memory.optimizer_state={state} with {setting}: can be {possible}"
         if self.lora.rank is not None and not traits.lora:
             yield f"{setting} with lora.rank={self.lora.rank}: trains no LoRA; use optimizer=adamw"
-        if (share := self.memory.offload_weights) and (self.lora.rank is None or self.devices > 1):
+        is_shared = self.devices > 1 or self.strategy.name != "auto"
+        if (share := self.memory.offload_weights) and (is_shared or self.lora.rank is None):
             yield f"memory.offload_weights={share}: is for LoRA on one device; give lora.rank="
         for name in self.tracker:
             package = TRACKERS[name].package

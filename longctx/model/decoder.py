@@ -75,6 +75,7 @@ class Decoder:
         self.states = {n: (*both,) for n, both in zip(layers, zeros, strict=True)}
         self.windows = [model.config.window_of(n) for n in range(model.config.layers)]
         captures = self.decodes and all(x.description.capturable for x in attends)
+        captures &= not any(block.away.on_host for block in model.blocks)
         self.graphs = captures and (kind == "cuda" if graphs is None else graphs)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.texts: list[list[int]] = []  # if their tokens are read anew

@@ -53,7 +53,7 @@ def ways(workload: Workload) -> list[Way]:
     closed = set[str]()
     if workload.context > 1 or workload.attention.variant:
         closed.add("heads_at_once")
-    if workload.devices > 1 or not workload.added:
+    if workload.strategy != "none" or not workload.added:
         closed.add("offload_weights")
     return _ways(memory, workload.optimizer.traits.states, frozenset(closed))
 
