@@ -174,9 +174,8 @@ def arriving(parts: Iterable[tuple[Tensor, ...]], device: torch.device) -> Itera
     following = next(coming, None)
     while following is not None:
         sources, away = following
-        brought = away.tensors()
-        tensors = [brought.get(n, x) for n, x in enumerate(sources)]
-        del away, brought
+        tensors = list(map(away.tensors().get, range(len(sources)), sources))
+        del away
         following = next(coming, None)
         yield tensors
         del tensors  # the part after the next takes their memory
