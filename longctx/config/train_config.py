@@ -185,7 +185,7 @@ class TrainConfig(Group):
             yield f"{setting} with lora.rank={self.lora.rank}: trains no LoRA; use optimizer=adamw"
         is_shared = self.devices > 1 or self.strategy.name != "auto"
         if (share := self.memory.offload_weights) and (is_shared or self.lora.rank is None):
-            yield f"memory.offload_weights={share}: is for LoRA on one device; give lora.rank="
+            yield f"memory.offload_weights={share}: needs lora.rank=, and devices=1 strategy=auto"
         for name in self.tracker:
             package = TRACKERS[name].package
             if package is not None and find_spec(package) is None:

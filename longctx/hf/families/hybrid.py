@@ -98,7 +98,7 @@ class Qwen3Next(Qwen2Moe, Qwen35):
 
 
 class GraniteHybrid(HybridFamily, Granite):
-    """Layers of Mamba-2, all by default; positions in none of attention, or in all."""
+    """Layers of Mamba-2, by default no others; positions in none of attention, or in all."""
 
     mixer, options = "mamba2", MAMBA
 
@@ -111,9 +111,9 @@ class GraniteHybrid(HybridFamily, Granite):
         return super().read(source.with_keys(mamba_d_head=size))
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        is_rotated = source.get("position_embedding_type") == "rope"
-        nope = {"nope_layers": [] if is_rotated else list(range(layers))}
-        return super().read_features(source, layers) | nope
+        without = 0 if source.get("position_embedding_type") == "rope" else layers
+        found = super().read_features(source, layers) | {"nope_layers": list(range(without))}
+        return found if "softmax" in found["mixer"] else found | {"attention_scale": None}
 
     def parts(self, config: GPTConfig) -> dict[str, Sequence[int]]:
         parts: dict[str, Sequence[int]] = {}
