@@ -217,7 +217,8 @@ def test_groups_of_heads_and_attention_again_change_no_bit(parts, rank):
 @pytest.mark.parametrize("way", ["balanced", "every second", "all of it"])
 def test_weights_on_the_host_change_no_bit(way, device, monkeypatch):
     """And those of two blocks at most are on the device."""
-    config, after, results = replace(CONFIG, layers=5, experts=EXPERTS), Block.after, []
+    config, results = replace(CONFIG, layers=5, channels=64, experts=EXPERTS), []
+    after = Block.after
     for share in (0.0, 0.6, 1.0):
         with torch.device("meta"):
             model = lora.add(make(WAYS[way], config), LoraConfig(rank=8))
