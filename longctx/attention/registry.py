@@ -507,10 +507,10 @@ def _lookup(backend: str, options: Mapping[str, Any]) -> Backend:
     if backend not in _backends:
         load_backends()
     if backend not in _backends:
-        names = ", ".join(sorted(_backends))
         problem = "is for runs alone" if backend == AUTO else "is not a backend"
-        raise ValueError(f"attention={backend} {problem}; choose one of {names}")
-    AttentionConfig(backend, dict(options)).validate()
+        raise ValueError(f"attention={backend} {problem}; use {', '.join(sorted(_backends))}")
+    if options:  # torch.compile cannot trace the check
+        AttentionConfig(backend, dict(options)).validate()
     return _backends[backend]
 
 
