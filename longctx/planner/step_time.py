@@ -51,6 +51,8 @@ IMBALANCE = 1.02  # pairs of the busiest rank to the mean, if sequences are deal
 # Seconds from one rank of a ring to the next, inside a machine and to another, as NCCL assumes to
 # choose an algorithm (its tuning.cc, ring, simple protocol)
 HOP, HOP_OUTSIDE = 3.4e-6, 14e-6
+CLAMPED = 11  # times the bytes of experts whose gate is clamped, for which no kernel is fused
+UNPACKED = 5  # bytes of elementwise kernels that take as long as unpacking a weight of nf4
 BEHIND = 0.8  # share of computing time that hides communication, and copies to the host
 
 
@@ -81,6 +83,7 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     before = sum(block.attention.linears[0].weights for block in blocks) / L
     after = sum(block.multiplied for block in blocks) / L - before
     inner = sum(block.mlp.moved for block in blocks) / L
+    inner *= 1 if model.experts.clamp is None else CLAMPED
     # The n-th block after a saved input computes those of n blocks again
     every = memory.keep_every or 1
     again = before + after * (every + 1) / 2 if memory.recompute == "block" else 0.0
@@ -101,6 +104,10 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     # bytes of elementwise kernels
     moved = e * N * model.layers * (32 * C + 9 * inner) * (1.3 if again else 1)
     moved += e * N * model.layers * projected * 3 * (C + before / C)
+    if workload.lora.base:  # unpacked for each tile, for forward, again, and for gradients
+        whole = sum(block.weights for block in blocks)
+        passes = (3 + (every - 1) / 2) * whole + L * before * projected
+        moved += UNPACKED * -(-N // (memory.mlp_tile or N)) * passes
     # FP8: inputs and gradients of products, read for their scale, read again and written both ways
     ends = 4 * C + 2 * (model.heads + model.kv_heads) * model.head_size + 3 * model.ffn
     # weights are read for their scale and for each copy
