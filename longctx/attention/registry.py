@@ -27,6 +27,7 @@ from torch import Tensor
 from longctx.attention.description import AUTO, DESCRIPTIONS, SCORES, AttentionConfig, Description
 from longctx.attention.exchange import WHOLE_ROWS, Exchange
 from longctx.attention.mask import Mask, document_starts
+from longctx.config.fields import refuse_first
 from longctx.kernels import warn_of_triton
 from longctx.kernels.attention import Gradients, Saved, Scores
 from longctx.kernels.attention.flash_op import unobserved
@@ -403,7 +404,7 @@ def exchanged(scores: Scores, exchange: Exchange) -> Scores:
     """Return `scores` with the sinks and the bias of this rank's heads, and of the keys it sees."""
     sinks, bias = scores.sinks, scores.key_bias
     if sinks is not None:
-        scores = scores._replace(sinks=exchange.own_heads(sinks.float()))
+        scores = scores._replace(sinks=exchange.own_heads(sinks.float()).contiguous())
     if bias is not None:
         if exchange is not WHOLE_ROWS:
             # as keys of one channel; the exchange wants queries and values, too
@@ -504,13 +505,10 @@ def _plain_mask(
 
 def _lookup(backend: str, options: Mapping[str, Any]) -> Backend:
     """Return the backend of that name; ValueError if it or one of the options does not exist."""
-    if backend not in _backends:
-        load_backends()
-    if backend not in _backends:
+    if backend not in _backends and backend not in registered():
         problem = "is for runs alone" if backend == AUTO else "is not a backend"
         raise ValueError(f"attention={backend} {problem}; use {', '.join(sorted(_backends))}")
-    if options:  # torch.compile cannot trace the check
-        AttentionConfig(backend, dict(options)).validate()
+    refuse_first(AttentionConfig(backend, dict(options)).problems())
     return _backends[backend]
 
 

@@ -106,7 +106,8 @@ def backend(request):
 
 
 def sinks_of(heads=4):
-    return (torch.randn(heads, generator=torch.Generator().manual_seed(1)) * 2).to(DEVICE)
+    """A column: kernels read a number after the other."""
+    return (2 * torch.randn(heads, 2, generator=torch.Generator().manual_seed(1))).to(DEVICE)[:, 0]
 
 
 def bias_of(case, scale=2.0):
