@@ -207,7 +207,7 @@ class Parallel:
             weights = [p for p in module.parameters() if p.requires_grad]
             for weight in weights[:LAST_WEIGHTS]:
                 weight.register_post_accumulate_grad_hook(self.clock.mark)
-        return self.fabric.setup_module(module)
+        return self.fabric.setup_module(module, move_to_device=False)  # it is where it should be
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss` to those of the step."""

@@ -31,7 +31,6 @@ CONFIG = GPTConfig(
     vocab_size=67, layers=3, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.2, qk_norm="head"
 )
 B, T = 2, 150
-EXPERTS = ExpertsConfig(4, ffn=16)
 LONG = {"keep_every": 2, "mlp_tile": 64, "offload": 0.6}
 WAYS = {
     "balanced": MemoryConfig("balanced"),
@@ -217,7 +216,7 @@ def test_groups_of_heads_and_attention_again_change_no_bit(parts, rank):
 @pytest.mark.parametrize("way", ["balanced", "every second", "all of it"])
 def test_weights_on_the_host_change_no_bit(way, device, monkeypatch):
     """And those of two blocks at most are on the device."""
-    config, results = replace(CONFIG, layers=5, channels=64, experts=EXPERTS), []
+    config, results = replace(CONFIG, layers=5, channels=64, experts=ExpertsConfig(4, ffn=16)), []
     after = Block.after
     for share in (0.0, 0.6, 1.0):
         with torch.device("meta"):

@@ -30,7 +30,8 @@ def validated(run: Path) -> list[float]:
     return [row["val_loss"] for row in validations(run)]
 
 
-def test_a_run_learns_on_it_and_resumes_to_the_bit(tuned):
+def test_a_run_learns_on_it_and_resumes_to_the_bit(tuned, monkeypatch):
+    monkeypatch.setattr("lightning.fabric.strategies.SingleDeviceStrategy.module_to_device", None)
     wide = tuned("wide", **LORA)
     more = {"max_steps": 4, "checkpoint_every": 2, "memory__offload_weights": 1}
     straight = tuned("straight", lora__base="nf4", memory="balanced", **LORA | more)
