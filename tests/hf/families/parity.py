@@ -242,7 +242,7 @@ class FamilyTests:
     @torch.no_grad()
     def test_packed_documents_are_each_alone(self, seed, tmp_path):
         """Rows of packed documents, in 32 and 16 bits, are those of transformers without packing;
-        so are those of LoRA, and of a model that was exported.
+        so are those of LoRA, and of a model that was exported. Rounded routers choose differently.
         """
         theirs = reference(self.config(seed))
         theirs.save_pretrained(tmp_path / "in")
@@ -271,7 +271,7 @@ class FamilyTests:
         trained = packed(added)
         assert error(trained, alone(again.eval())) < self.rounding < error(trained, expected)
         rounded = packed(pretrained(tmp_path / "in", dtype=torch.bfloat16))
-        assert error(rounded, expected) < 0.01 + 2 * error(alone(theirs.bfloat16()), expected)
+        assert error(rounded, expected) < 0.01 + 4 * error(alone(theirs.bfloat16()), expected)
 
     def test_computes_as_in_transformers_and_comes_back(self, case, tmp_path):
         is_drawn = isinstance(case, int)
