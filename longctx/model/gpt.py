@@ -119,7 +119,7 @@ class GPT(nn.Module):
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         for block in self.blocks:
-            if isinstance(block.attention, Mixer):  # which may call kernels that it cannot trace
+            if isinstance(block.attention, Mixer):  # its kernels may not be traceable
                 continue
             if self.memory.recompute == "none":
                 block.compile()

@@ -76,8 +76,8 @@ class Batch:
         return same & (distance >= 0) & (distance < (self.window or self.length))
 
     def own_heads(self, weight: Tensor, rows: int = 0) -> Tensor:
-        """Return the rows of `weight`, equally many for each head, of this rank's heads. These are
-        `rows`, or with 0 those of a weight whose heads no other rank has.
+        """Return the rows of `weight`, equally many for each head, of this rank's heads. Their
+        number is `rows`; with 0, no other rank has the same heads.
         """
         parts = len(weight) // rows if rows else self.ranks.count
         return weight.chunk(parts)[self.ranks.rank * parts // self.ranks.count]
@@ -136,7 +136,7 @@ class Mixer(nn.Module):
 
     @classmethod
     def called(cls, spec: MixerSpec) -> dict[str, Any]:
-        """Return the keys of a model whose attention is what it calls, where they are others."""
+        """Return the keys of the attention that it calls, if they differ from the model's."""
         return {}
 
     @classmethod

@@ -206,7 +206,7 @@ class _Step:
         yield "backward of the last norm", _sum(always, last_norm, saved)
         yield self.of_blocks(before + head, [0.0] * (self.L + 1) if full else of_first)
         last = (gradients if full else gradients - embedding) + (embedding if tied else 0.0)
-        # The tokens' gradient in fp32, next to what it is made of, then to that of the weight
+        # The tokens' gradient in fp32, next to its source, then to the weight's gradient
         of = self.e if self.model.multipliers.embedding == 1 else FP32
         last += max(of * self.C * self.N, embedding)
         tokens = {GRADIENTS: last, KEPT: float(FP32 * self.C * self.N)}

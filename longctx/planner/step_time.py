@@ -51,7 +51,7 @@ IMBALANCE = 1.02  # pairs of the busiest rank to the mean, if sequences are deal
 # Seconds from one rank of a ring to the next, inside a machine and to another, as NCCL assumes to
 # choose an algorithm (its tuning.cc, ring, simple protocol)
 HOP, HOP_OUTSIDE = 3.4e-6, 14e-6
-CLAMPED = 11  # times the bytes of experts whose gate is clamped, for which no kernel is fused
+CLAMPED = 11  # times the bytes of experts with a clamped gate: no kernel is fused
 UNPACKED = 5  # bytes of elementwise kernels that take as long as unpacking a weight of nf4
 BEHIND = 0.8  # share of computing time that hides communication, and copies to the host
 

@@ -1,5 +1,5 @@
-"""Code of families with layers of another mixer between those of attention. families.toml has what
-tables can say, also which tensors are parts of one: TENSOR.0.weight, TENSOR.1.weight.
+"""Code of families with layers of another mixer between those of attention. Tables are in
+families.toml, also the tensors that are parts of one: TENSOR.0.weight, TENSOR.1.weight.
 
 In Qwen3.5 and Qwen3-Next q_proj has the queries and the gate of each head. Qwen3-Next has two
 tensors for all that enters the delta rule, sorted by key heads; Granite 4 has one for all of
