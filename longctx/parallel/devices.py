@@ -65,7 +65,7 @@ def check_attention(config: TrainConfig | EvalConfig, model: GPTConfig, device: 
             mask=shard,
             options=chosen.options,
             deterministic=isinstance(config, TrainConfig) and config.deterministic,
-            **mixers.attention_of(model).required(trains),
+            **model.largest_attention.required(trains),
         )
 
 

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from longctx.attention.description import Description
 from longctx.config.layout_config import kv_copies, tile_size
-from longctx.model.mixers.description import attention_of
 from longctx.planner import block_memory
 from longctx.spec.parts import FP32, BlockSpec, Pass
 from longctx.spec.step import SLICE, STACK, MeasuredLayer, Workload
@@ -301,7 +300,7 @@ class _Step:
         """Return the bytes that attention's backward sends and receives at one time between the
         ranks of a sequence, in a layer with this `window`.
         """
-        ranks, attention = self.workload.context, attention_of(self.model)
+        ranks, attention = self.workload.context, self.model.largest_attention
         if ranks == 1:
             return 0.0
         heads, q, kv = attention.model.kv_heads, attention.query_size, attention.key_size

@@ -17,7 +17,6 @@ import torch
 from longctx.attention import Mask, attention, kernels_run, registered
 from longctx.attention.description import SCORES
 from longctx.kernels import integers, machine, sha256, sources
-from longctx.model.mixers.description import attention_of, plugins_of
 from longctx.parallel.devices import dtype_of
 from longctx.runs import run_folder
 from longctx.spec.step import Workload
@@ -43,7 +42,7 @@ def of_workload(workload: Workload) -> Lock:
     backend, kernel = registered()[chosen.backend], "unknown before it runs"
     results: dict[str, str] = {}
     score = SCORES[chosen.options.get("score", "none")][-1]
-    for source in map(Path, filter(None, (backend.source(), score, *plugins_of(workload.model)))):
+    for source in map(Path, filter(None, (backend.source(), score, *workload.model.plugin_files))):
         results[source.name] = hashlib.sha256(source.read_bytes()).hexdigest()
     if chosen.description.reproducible:
         # The first use of a kernel tests it, and may raise SelfTestFailed
@@ -57,7 +56,7 @@ def of_workload(workload: Workload) -> Lock:
 def fingerprint(workload: Workload, device: torch.device) -> dict[str, str]:
     """Return sha256 of attention's reproducible results for fixed inputs."""
     # Head size, dtype, group and length choose the kernel as they do in the run
-    model, chosen = attention_of(workload.model).model, workload.attention
+    model, chosen = workload.model.largest_attention.model, workload.attention
     group, dtype = model.heads // model.kv_heads, dtype_of(workload.precision)
     like = torch.empty(0, 0, 0, model.head_size, dtype=dtype, device=device)
     backend = registered()[chosen.backend]

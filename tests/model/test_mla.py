@@ -7,7 +7,6 @@ import torch
 
 from longctx.model.decoder import Decoder
 from longctx.model.mixer import Batch
-from longctx.model.mixers.description import attention_of
 from longctx.spec.model_config import GPTConfig
 from tests.inputs import check_decoding
 from tests.model.test_mixers import packed, small
@@ -42,7 +41,7 @@ def test_kernels_and_decoding_compute_the_formula(case):
 
 def test_planner_and_kernels_are_told_the_sizes_of_its_calls():
     model = GPTConfig(mixer=["mla"], head_dim=128, rotary_share=0.5, heads=8)
-    part, required = model.blocks[0].attention, attention_of(model).required()
+    part, required = model.blocks[0].attention, model.largest_attention.required()
     assert required["head_dim"] == 192 and required["group"] == 1
     assert part.flops(5) == 6 * 5 * 8 * (192 + 128)
     stretched, plain = (small("mla", **x).blocks[0].attention for x in (CASES["yarn"], {}))

@@ -157,6 +157,18 @@ class MixerKeys(Group):
         """Return the name of what mixes tokens in `layer`."""
         return self.mixer[layer % len(self.mixer)]
 
+    @property
+    def largest_attention(self: Any) -> AttentionSpec:
+        """Return the softmax attention with the largest heads, as layers call it."""
+        called = [getattr(x.attention, "softmax", x.attention) for x, _ in self.kinds]
+        return max(called, key=lambda part: part.model.head_size)
+
+    @property
+    def plugin_files(self) -> list[Path]:
+        """Return the files outside this package that compute layers."""
+        modules = {sys.modules[part.computed_by.__module__] for part in of_model(self)}
+        return [Path(x.__file__ or "") for x in modules if not x.__name__.startswith("longctx.")]
+
     def norms_around(self: Any, layer: int) -> tuple[bool, bool]:
         """Return True if `layer` has norms before its branches, and if it has norms after them."""
         mixed = "post" if self.mixer_of(layer) == SOFTMAX else "pre"
@@ -200,18 +212,6 @@ def layer(mixer: str, *sizes: Any) -> AttentionSpec:
 def of_model(model: Any) -> list[MixerSpec]:
     """Return the layers of `model` that a `Mixer` computes, each kind once."""
     return [x.attention for x, _ in model.kinds if isinstance(x.attention, MixerSpec)]
-
-
-def attention_of(model: Any) -> AttentionSpec:
-    """Return the softmax attention of `model` that has the largest heads, as layers call it."""
-    called = [getattr(x.attention, "softmax", x.attention) for x, _ in model.kinds]
-    return max(called, key=lambda part: part.model.head_size)
-
-
-def plugins_of(model: Any) -> list[Path]:
-    """Return the files outside this package that compute layers of `model`."""
-    modules = {sys.modules[part.computed_by.__module__] for part in of_model(model)}
-    return [Path(x.__file__ or "") for x in modules if not x.__name__.startswith("longctx.")]
 
 
 def shared_heads(model: Any) -> int:
