@@ -181,30 +181,34 @@ def update_products(workload: Workload) -> list[tuple[int, float]]:
 
 def attention_seconds(workload: Workload, chip: Chip) -> float:
     """Return the time of attention in one micro-batch, forward and backward, all layers."""
-    windows = workload.model.windows()
-    return sum(attention_of_layers(workload, window, chip) for window in windows)
+    alike: dict[int, list[int]] = {}  # layers that are alike have one block
+    for layer, block in enumerate(workload.model.blocks):
+        alike.setdefault(id(block), []).append(layer)
+    return sum(attention_of_layers(workload, layers, chip) for layers in alike.values())
 
 
-def attention_of_layers(workload: Workload, window: int | None, chip: Chip) -> float:
-    """Return the part of `attention_seconds` of the layers with this window."""
+def attention_of_layers(workload: Workload, layers: list[int], chip: Chip) -> float:
+    """Return the part of `attention_seconds` of these layers, which are alike."""
     assert chip.flops is not None and chip.bandwidth is not None
-    model, description = workload.model, workload.attention.of_window(window).description
+    own = part = workload.model.blocks[layers[0]].attention
+    if isinstance(own, MixerSpec):  # its calls may have other heads
+        part = own.softmax
     rows, length = workload.batch_size, workload.seq_len
-    layers = [layer for layer in range(model.layers) if model.window_of(layer) == window]
-    part, passing = model.blocks[layers[0]].attention, workload.pass_of(rows, length, window=window)
-    pairs = pairs_of_row(workload, layers)
-    again = set(attends_again(workload)).intersection(layers)
-    runs_again = pairs_of_row(workload, again) / max(1, pairs)
-    runs_again += passing.recompute == "block" and not description.has_backward
+    description = workload.attention.of_window(own.window).description
+    passing = workload.pass_of(rows, length, window=own.window)
+    runs_again = len(set(attends_again(workload)).intersection(layers)) / len(layers)
+    is_saved = description.has_backward and not isinstance(own, MixerSpec)
+    runs_again += passing.recompute == "block" and not is_saved
+    heads = rows * part.model.heads / workload.context
     if description.score_bytes is not None:
-        calls = (getattr(model.blocks[n].attention, "softmax_calls", 1) for n in layers)
-        scores = rows * length**2 * model.heads * sum(calls) / workload.context
+        calls = len(layers) * getattr(own, "softmax_calls", 1)
         forward, backward = description.score_bytes
         is_fused = passing.is_compiled and passing.recompute == "none"
-        moved = scores * (forward * (1 + runs_again) + backward) * (1.0 if is_fused else EAGER)
+        moved = forward * (1 + runs_again) + backward
+        moved *= calls * length**2 * heads * (1.0 if is_fused else EAGER)
         return moved / (STREAM * chip.bandwidth)
     forward_rate, backward_rate = description.rates_on(chip.generation, part, passing)
-    flops = 4 * rows * pairs * model.heads * model.head_size / workload.context
+    flops = 4 * pairs_of_row(workload, layers) * heads * part.model.head_size
     if workload.context > 1 and workload.context_method == "allgather":
         flops *= IMBALANCE
     return flops * ((1 + runs_again) / forward_rate + 2.5 / backward_rate) / chip.flops

@@ -50,18 +50,12 @@ def test_measured_peaks_are_within_three_percent():
 def test_models_take_measured_memory_and_time(words, rows, tokens, gib, speed, kernel):
     attention = AttentionConfig("flash", {"kernel": kernel})
     sizes = {"batch_size": rows, "seq_len": tokens, "accumulate": 1}
-    step = replace(workload(*words.split(), attention=attention, **sizes), validates=False)
+    step = workload(*words.split(), attention=attention, **sizes)
+    step = replace(step, validates=speed is None)
     assert predict(step).peak / GIB == pytest.approx(gib, rel=0.01)
     predicted = fitting.tokens_per_second(step, H200)
-    assert predicted == pytest.approx(speed, rel=0.08 if "lora" in words else 0.03)
-
-
-@pytest.mark.parametrize(("layers", "tokens", "keys", "gib"), FIGURES["capped"])
-def test_steps_under_a_cap_took_what_is_predicted(layers, tokens, keys, gib):
-    words = [f"model.layers={layers}", "memory=balanced", *(f"memory.{x}" for x in keys.split())]
-    step = workload("model=8b", "lora.rank=16", "lora.base=nf4", *words, seq_len=tokens)
-    step = replace(step, batch_size=1, accumulate=1)
-    assert predict(step).peak / GIB == pytest.approx(gib, rel=0.01)
+    tolerance = 0.08 if "lora" in words else 0.03
+    assert speed is None or predicted == pytest.approx(speed, rel=tolerance)
 
 
 def test_heads_and_outputs_cost_what_they_should():
@@ -223,10 +217,8 @@ def test_the_smallest_change_fits():
 def test_advice_names_a_policy_that_the_optimizer_takes(request):
     OPTIMIZERS.register("plain", OptimizerTraits())  # its state is never on the host
     request.addfinalizer(lambda: OPTIMIZERS.remove("plain"))
-    for name, advice in (
-        ("adamw", "memory=fast memory.optimizer_state=host"),
-        ("plain", "memory="),
-    ):
+    advised = {"adamw": "memory=fast memory.optimizer_state=host", "plain": "memory="}
+    for name, advice in advised.items():
         step = one_b(f"optimizer={name}", seq_len=16384, batch_size=1)
         change = fitting.smallest_change(with_policy(step, "fast"), 35 * GIB, 512 * GIB)
         assert change.startswith(advice) and ("host" in change) == (name == "adamw")

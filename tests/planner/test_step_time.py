@@ -71,3 +71,11 @@ def test_one_machine_does_not_use_the_network():
         inside = replace(wide, machines=1)
         assert attention_exchange(wide, slow) > attention_exchange(wide, H200)
         assert attention_exchange(wide, H200) > attention_exchange(inside, H200)
+
+
+def test_latent_attention_has_heads_of_its_own():
+    """Their channels and the rotary ones, as many heads for keys, and forward runs again."""
+    asked = ["model.mixer=[mla]"], ["model.head_dim=128", "model.kv_heads=32"]
+    steps = [step(policy, *words) for words in asked for policy in ("fast", "balanced")]
+    latent, again, *wide = (step_time.attention_seconds(x, H200) for x in steps)
+    assert wide == [latent, latent] and latent < again
