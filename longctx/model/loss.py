@@ -222,10 +222,10 @@ def _in_chunks(
     exact: Any = {"out_dtype": wide} if hidden.is_cuda and dtype != wide else {}
 
     for start in range(0, len(targets), size):
+        z = capped = slope = dz = None  # frees those of the chunk before
         rows = slice(start, start + size)
         # (n, C); an ignored token adds nothing to dW
         h = hidden[rows].to(dtype).masked_fill(targets[rows, None] == IGNORED, 0)
-        slope = None
         if shared is None:
             z = torch.mm(h, weight.t(), **exact).to(wide)
             z = capped = shaped(z, logits.scale, logits.softcap)

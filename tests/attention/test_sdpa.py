@@ -6,7 +6,7 @@ import torch
 from longctx.attention import Mask, attention, kernels_run
 from longctx.config.fields import KEYS
 from tests.attention.rule import DEVICE, ON_GPU, Case, check
-from tests.largest_tensor import LargestTensor
+from tests.live_memory import LiveMemory
 
 
 @pytest.mark.no_gpu
@@ -27,14 +27,14 @@ def test_queries_that_see_nothing_on_a_cpu(blind):
 
 @pytest.mark.parametrize("backend", ["sdpa", "flash"])
 def test_no_square_matrix_on_a_cpu(backend):
-    """The largest tensor of a windowed row grows with its length, not with its square."""
+    """The memory of a windowed row grows with its length, not with its square."""
     sizes = []
     for T in (4096, 8192):
         x = torch.randn(1, T, 1, 8)
-        with LargestTensor() as largest:
+        with LiveMemory() as live:
             attention(x, x, x, mask=Mask.causal(64), backend=backend)
-        sizes.append(largest.numel)
-    assert sizes[1] <= 2 * sizes[0]
+        sizes.append(live.peak)
+    assert sizes[1] <= 2.1 * sizes[0]
 
 
 @pytest.mark.gpu

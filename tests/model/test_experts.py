@@ -14,7 +14,7 @@ from longctx.model.lora import LoraLinear
 from longctx.spec.experts import ExpertsConfig
 from longctx.spec.model_config import LoraConfig
 from longctx.spec.parts import Pass
-from tests.largest_tensor import LiveMemory
+from tests.live_memory import LiveMemory
 from tests.model.test_recompute import FEW
 
 MODEL = GPTConfig(

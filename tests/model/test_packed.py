@@ -18,7 +18,7 @@ from longctx.model.gpt import build
 from longctx.parallel import sharding
 from longctx.spec.model_config import LoraConfig
 from longctx.spec.parts import packed_width
-from tests.largest_tensor import LiveMemory
+from tests.live_memory import LiveMemory
 from tests.model.test_recompute import FEW
 
 SIZES: dict[str, Any] = dict(vocab_size=61, layers=2, channels=64, heads=4, kv_heads=2, ffn=192)

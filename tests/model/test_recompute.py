@@ -24,7 +24,7 @@ from longctx.planner import block_memory
 from longctx.planner.peak_memory import attends_again
 from longctx.spec.experts import ExpertsConfig
 from longctx.spec.model_config import LoraConfig
-from tests.largest_tensor import LiveMemory
+from tests.live_memory import LiveMemory
 from tests.planner.steps import workload
 
 CONFIG = GPTConfig(

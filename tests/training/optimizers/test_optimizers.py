@@ -16,7 +16,7 @@ from longctx.planner import peak_memory, step_time
 from longctx.training.module import clip_gradients
 from longctx.training.optimizers import build, muon
 from longctx.training.run import Run
-from tests.largest_tensor import LiveMemory, tensors
+from tests.live_memory import LiveMemory, tensors
 from tests.processes import ROOT, finished
 from tests.training.sample_run import sample_run
 

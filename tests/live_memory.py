@@ -1,22 +1,10 @@
-"""The size of the largest tensor that some code makes, and of all that it holds at one time."""
+"""The memory that some code holds at one time."""
 
 import weakref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records in `numel` the elements of the largest tensor that any operation returned."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in tensors(out)]
-        self.numel = max([self.numel, *sizes])
-        return out
 
 
 class LiveMemory(TorchDispatchMode):
