@@ -24,6 +24,7 @@ from longctx.data import Tokenizer
 from longctx.hf import model_folder
 from longctx.hf.families import read_model, write_config
 from longctx.hf.families.config_json import wraps
+from longctx.hf.families.folds import Stacked
 from longctx.hf.family_folder import joined, shares_of
 from longctx.hf.stored import warn_of_not_finite, write_json
 from longctx.model import lora
@@ -300,8 +301,8 @@ def _of_experts(name: str, piece: Piece, layers: dict[str, Any]) -> tuple[str, s
     of a module one in the other, gate and up first. Its A is ours; its B is (rows, rank · experts).
     """
     layer, (part, target, _) = layers[piece.ours], piece.ours.rsplit(".", 2)
-    of_each = piece.fold.save(layer.lora_b)
-    of_each = of_each.mT if of_each.ndim == 3 else of_each.unflatten(0, (layer.experts, -1))
+    # (experts, rows, rank), however a folder stacks the weights
+    of_each = Stacked(layer.experts, False, getattr(piece.fold, "paired", False)).save(layer.lora_b)
     experts = re.sub(r"(layers\.\d+\.).*", r"\1mlp.experts", name)
     is_innermost = target == "gate_up" and f"{part}.down.weight" in layers
     wrapper = f"{experts}.base_layer" if is_innermost else experts

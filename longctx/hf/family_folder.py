@@ -24,7 +24,6 @@ from longctx.hf.stored import (
     DTYPES,
     SCALES,
     Stored,
-    by_expert,
     inventory,
     shape_of_mxfp4,
     values_of,
@@ -57,12 +56,11 @@ def check_weights(config: GPTConfig, folder: Path) -> dict[str, Stored]:
         )
 
     # tensor by tensor; buffers are computed anew
-    stored = {family.named(name, source): x for name, x in text_tensors(folder).items()}
-    stored = by_expert(stored) if family.joins_experts else stored
+    stored = {family.named(name): x for name, x in text_tensors(folder).items()}
     unused = {name for name in stored if not BUFFERS.fullmatch(name)}
     unused = {name for name in unused if not family.leaves_out(name, source)}
     for piece in family.tensors_of(source, stored):
-        name, shape = piece.theirs, piece.shape
+        name, shape = family.named(piece.theirs), piece.shape
         tensor = stored.get(name)
         if tensor is None:
             raise ValueError(f"{folder}: no tensor {name}, which its config.json asks for")
@@ -117,7 +115,7 @@ def load_weights(model: GPT, folder: Path) -> None:
     parameters = dict(model.named_parameters())
     family, source = read_model(folder)
     for piece in family.tensors_of(source, stored):
-        tensor = piece.fold.load(values_of(stored[piece.theirs]))
+        tensor = piece.fold.load(values_of(stored[family.named(piece.theirs)]))
         sharding.write(parameters[piece.ours], tensor, piece.first)
         del tensor
 

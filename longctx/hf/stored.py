@@ -27,8 +27,6 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # which holds every such value exactly.
 BLOCKS, SCALES = "_blocks", "_scales"
 MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of bits 000 to 111; then negative
-# One tensor of all experts → the matrices of each that are in its rows
-PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 class Stored(NamedTuple):
@@ -39,39 +37,14 @@ class Stored(NamedTuple):
     dtype: str
     name: str  # there
     scales: Any = None  # the Stored of its factors, if it is in MXFP4
-    part: Any = None  # index in the stored tensor of that name; None: all of it
 
 
 def values_of(stored: Stored) -> Tensor:
     """Return the tensor that is stored there."""
     # opened for each tensor: the pages of a file count as ours for as long as it is mapped
     with safe_open(stored.file, framework="pt") as file:
-        if stored.part is not None:
-            part: Tensor = file.get_slice(stored.name)[stored.part]
-            return part
         tensor: Tensor = file.get_tensor(stored.name)
     return tensor if stored.scales is None else dequantized(tensor, values_of(stored.scales))
-
-
-def by_expert(stored: dict[str, Stored]) -> dict[str, Stored]:
-    """Return `stored` with a matrix for each expert, if a layer has one tensor for all of them:
-    gate_up_proj (experts, rows of gate and up, columns) or down_proj.
-    """
-    found: dict[str, Stored] = {}
-    for name, tensor in stored.items():
-        layer, _, joined = name.partition(".mlp.experts.")
-        matrices = PARTS.get(joined) if len(tensor.shape) == 3 else None
-        if matrices is None:
-            found[name] = tensor
-            continue
-        count, rows, columns = tensor.shape
-        size = rows // len(matrices)
-        for expert in range(count):
-            for n, matrix in enumerate(matrices):
-                part = expert, slice(n * size, (n + 1) * size)
-                own = tensor._replace(shape=(size, columns), part=part)
-                found[f"{layer}.mlp.experts.{expert}.{matrix}.weight"] = own
-    return found
 
 
 def shape_of_mxfp4(blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...]:

@@ -16,11 +16,16 @@ from typing import Any
 from longctx import files, untrusted
 from longctx.config.fields import refuse
 from longctx.hf.families.config_json import ConfigJson
-from longctx.hf.families.family import FAMILIES, TABLES, Family, register
+from longctx.hf.families.family import FAMILIES, PARTS, TABLES, Family, register
 from longctx.spec.model_config import GPTConfig
 
 for _name, _table in TABLES.items():
-    _code = resolve_name(f"{__name__}.{_table.pop('code', 'family:Family')}")
+    for _part in _table.pop("like", ()):
+        # Lists and tables add up
+        for _key, _value in PARTS[_part].items():
+            _own = _table.get(_key, type(_value)())
+            _table[_key] = _value | _own if isinstance(_value, dict) else _value + _own
+    _code = resolve_name(f"{__name__}.{_table.get('code', Family.code)}")
     register(_code(_name, **_table))
 
 # A model without a source is written as the first of these that reads back equal

@@ -1,14 +1,14 @@
 """What a model family is: one `model_type` of transformers, and the GPTConfig that it stands for.
 
-A family is a table of families.toml. If it needs code, the table names a class in dense.py or
-experts.py. Reading, loading and writing of folders ask the registry and name no family.
+A family is a table of families.toml. If it needs code, the table names a class. Reading, loading
+and writing of folders ask the registry and name no family.
 """
 
 from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -17,12 +17,14 @@ from typing import Any
 from longctx import untrusted
 from longctx.config.rope_config import check_scaling
 from longctx.hf.families.config_json import ConfigJson
+from longctx.hf.families.folds import Stacked
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import BlockSpec, Piece
 
 TABLES = tomllib.loads((Path(__file__).parent / "families.toml").read_text(encoding="utf-8"))
 HARMLESS = frozenset(TABLES.pop("harmless").split())
 SHARED = frozenset(TABLES.pop("shared").split())
+PARTS = TABLES.pop("parts")
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers
 # What every family reads and writes: key of config.json → key of GPTConfig
@@ -36,11 +38,18 @@ SIZES = {
     "max_position_embeddings": "context",
 }
 FLAGS: dict[str, Sequence[str]] = {"tie_word_embeddings": ("tied",)}
-# Numbers above 0: key of config.json → key of GPTConfig, and the value of a missing one
+# Numbers above 0: key of config.json → key of GPTConfig, and the value of a missing one; then, if
+# ours is another number, its name among FUNCTIONS
 NUMBERS: dict[str, Sequence[Any]] = {
     "rms_norm_eps": ("norm_eps", 1e-6),
     "initializer_range": ("init_std", 0.02),
 }
+FUNCTIONS: dict[str, Callable[[float], float]] = {
+    "inverse": lambda x: 1 / x,
+    "root": lambda x: x**0.5,
+    "inverse root": lambda x: x**-0.5,
+}
+BEHIND = {"num_nextn_predict_layers", "num_mtp_layers"}  # layers that `further` leaves out
 
 
 @dataclass(frozen=True)
@@ -48,45 +57,58 @@ class Family:
     """One `model_type` of transformers; the methods hold for a model like Llama.
 
     class_name: its class in transformers is <class_name>ForCausalLM.
+    code: the class here, by its module.
     fixed: keys of GPTConfig that have one value in all models of this family.
     sizes: whole numbers: key of config.json → key of GPTConfig.
     numbers: as NUMBERS; without a second item a missing one is none.
     flags: key of config.json, true or false → keys of GPTConfig that all have its value.
+    choices: key of config.json → key of GPTConfig, and its value for each text.
     aliases: another name that transformers reads too → key of config.json, a whole number.
     full_every: without layer_types every n-th layer has no window: n, or its key of config.json.
     full_nope: "always", or "with sliding_window": layers without a window have no positions then.
     thetas: base of the rotary frequencies in full layers, and in those with a window.
-    dense: key of config.json, the number of layers without experts, which are the first.
+    dense: key of config.json: the number of layers without experts, which are the first.
+    further: what its folders have to predict further tokens, and is left out: "mtp", tensors of
+        that name, or "layers" behind the last one.
     keys: other keys of config.json that it reads.
     harmless: keys of config.json that its class in transformers ignores.
     covered: keys of config.json → the values that they may have, beside null.
+    parts: part of a block → its name in layers.
     names: words of our tensors' names → this family's, replaced in this order; tensors of one name
         are joined by rows.
+    alike: word in names of tensors → another for the same, which folders may have too.
     defaults: values of transformers for keys that config.json lacks.
     rope: rope_parameters of transformers, if config.json has none.
     rope_types: those that its class has; none: all.
-    joins_experts: its folders may have one tensor for all experts of a layer.
+    stacked: tensor of an expert → that of a layer's experts, in which gate and up are one.
+    turned: those tensors have rows as columns, the ones of gate and up by turns.
     """
 
     model_type: str
     class_name: str
+    code: str = "family:Family"
     fixed: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, str] = field(default_factory=dict)
     numbers: dict[str, Sequence[Any]] = field(default_factory=dict)
     flags: dict[str, Sequence[str]] = field(default_factory=dict)
+    choices: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     full_every: int | str | None = None
     full_nope: str = ""
     thetas: Sequence[float] = ()
     dense: str = ""
+    further: str = ""
     keys: Sequence[str] = ()
     harmless: Sequence[str] = ()
     covered: dict[str, Sequence[Any]] = field(default_factory=dict)
+    parts: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
+    alike: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     rope: dict[str, Any] = field(default_factory=dict)
     rope_types: Sequence[str] = ()
-    joins_experts: bool = False
+    stacked: dict[str, str] = field(default_factory=dict)
+    turned: bool = False
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         """Return the keys of GPTConfig that no table holds, but for windows, as config.json says
@@ -105,11 +127,13 @@ class Family:
 
     def leaves_out(self, tensor: str, config: GPTConfig) -> bool:
         """Return True for a tensor of its folders that is not of `config`, and changes nothing."""
-        return False
+        layer = tensor.removeprefix("model.layers.").partition(".")[0]
+        is_behind = layer.isdecimal() and int(layer) >= config.layers
+        return is_behind if self.further == "layers" else layer == self.further
 
-    def named(self, tensor: str, config: GPTConfig) -> str:
-        """Return the name that `tensors` has for a tensor, of a folder with its own name for it."""
-        return tensor
+    def named(self, tensor: str) -> str:
+        """Return one name of a tensor for all that folders have for it."""
+        return ".".join(self.alike.get(word, word) for word in tensor.split("."))
 
     def tensors(self, config: GPTConfig) -> Iterator[Piece]:
         """Yield every tensor of its weights, as rows of a parameter of GPT."""
@@ -129,17 +153,26 @@ class Family:
         """Yield the tensors of layer `n` by the `names` of this family."""
         joined: dict[str, Piece] = {}
         for part in block.parts():
+            part = replace(part, folder=self.parts.get(part.name, part.folder))
             for piece in part.pieces(f"model.layers.{n}", f"blocks.{n}"):
                 theirs = f"{piece.theirs}."
                 for ours, own in self.names.items():
                     theirs = theirs.replace(f".{ours}.", f".{own}.")
                 theirs = theirs.removesuffix(".")
+                layer, is_of_expert, tensor = theirs.partition(".mlp.experts.")
+                if is_of_expert and self.stacked:
+                    theirs = f"{layer}.{self.stacked[tensor.partition('.')[2]]}"
                 piece = piece._replace(theirs=theirs)
                 if before := joined.get(theirs):
                     rows = before.shape[0] + piece.shape[0]
                     piece = before._replace(shape=(rows, *piece.shape[1:]))
                 joined[theirs] = piece
-        yield from joined.values()
+        for theirs, piece in joined.items():
+            if theirs.removeprefix(f"model.layers.{n}.") in self.stacked.values():
+                is_paired = self.turned and "gate_up" in piece.ours
+                fold = Stacked(block.linears["mlp.gate_up"].experts, self.turned, is_paired)
+                piece = piece._replace(shape=fold.shape(piece.shape), fold=fold)
+            yield piece
 
     def read(self, source: ConfigJson) -> GPTConfig:
         """Return the model of a config.json; ValueError names the first key that GPT lacks."""
@@ -161,13 +194,17 @@ class Family:
         values: dict[str, Any] = {
             **self.fixed,
             **{ours: source.size(key) for key, ours in (SIZES | self.sizes).items()},
-            **{
-                ours: source.number(key, *missing)
-                for key, (ours, *missing) in (NUMBERS | self.numbers).items()
-            },
             "rope_theta": theta,
             "rotary_share": source.rotary_share("partial_rotary_factor" in self.keys),
         }
+        for key, (ours, *others) in (NUMBERS | self.numbers).items():
+            number = source.number(key, *others[:1])
+            values[ours] = FUNCTIONS[others[1]](number) if others[1:] else number
+        for key, (ours, known) in self.choices.items():
+            value = source.get(key)
+            value = json.dumps(value) if isinstance(value, bool) else str(value)
+            source.refuse_unless(key, value, tuple(known))
+            values[ours] = known[value]
         for key, names in (FLAGS | self.flags).items():
             values |= dict.fromkeys(names, source.flag(key))
         # channels / heads is what null means, so an equal model has an equal config
@@ -198,8 +235,9 @@ class Family:
 
     def read_keys(self) -> set[str]:
         """Return the keys of config.json that this family reads and not all do."""
-        every = {self.full_every} if isinstance(self.full_every, str) else set()
-        return {*self.keys, *self.flags, *self.sizes, *self.numbers, *self.aliases} | every
+        every = self.full_every if isinstance(self.full_every, str) else ""
+        tables = self.flags, self.sizes, self.numbers, self.choices, self.aliases
+        return {*self.keys, self.dense, every}.union(*tables)
 
     def read_windowed(self, source: ConfigJson, layers: int) -> list[int]:
         """Return the layers that have a window."""
@@ -212,7 +250,8 @@ class Family:
 
     def changed(self, config: GPTConfig) -> dict[str, Any]:
         """Return keys of config.json that a run may change, beside its positions."""
-        return {"vocab_size": config.vocab_size}
+        behind = BEHIND & config.source.keys() if self.further == "layers" else ()
+        return {"vocab_size": config.vocab_size, **dict.fromkeys(behind, 0)}
 
     def write_new(self, config: GPTConfig) -> dict[str, Any]:
         """Return config.json of a model that has no source, as far as the tables can say it."""

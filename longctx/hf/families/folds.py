@@ -54,26 +54,32 @@ class Share(Fold):
 
 @dataclass(frozen=True)
 class Stacked(Fold):
-    """The folder has one tensor for all experts, transposed: (experts, columns, rows), or biases
-    (experts, rows). If rows are `paired`, those of gate are 0, 2, 4, ... and those of up between.
+    """The folder has one tensor for all experts: (experts, rows, columns), or biases (experts,
+    rows). `turned`: it is transposed. `paired`: rows of gate are 0, 2, 4, ..., those of up between.
     """
 
     count: int
+    turned: bool
     paired: bool
 
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the tensor, of that of our parameter."""
+        rows, *columns = ours
+        each = rows // self.count
+        return (self.count, *columns, each) if self.turned else (self.count, each, *columns)
+
     def rows(self, shape: tuple[int, ...]) -> int:
-        return self.count * shape[-1]
+        return self.count * shape[-1 if self.turned else 1]
 
     def load(self, tensor: Any) -> Any:
-        return self._sorted(_turned(tensor), (-1, 2)).flatten(0, 1)
+        return self._sorted(self._turned(tensor), (-1, 2)).flatten(0, 1)
 
     def save(self, rows: Any) -> Any:
-        return _turned(self._sorted(rows.unflatten(0, (self.count, -1)), (2, -1))).contiguous()
+        return self._turned(self._sorted(rows.unflatten(0, (self.count, -1)), (2, -1))).contiguous()
 
     def _sorted(self, rows: Any, pairs: tuple[int, int]) -> Any:
         """Return (experts, rows, ...) with the halves or `pairs` of rows told apart."""
         return rows.unflatten(1, pairs).transpose(1, 2).flatten(1, 2) if self.paired else rows
 
-
-def _turned(tensor: Any) -> Any:
-    return tensor.mT if tensor.ndim == 3 else tensor
+    def _turned(self, tensor: Any) -> Any:
+        return tensor.mT if self.turned and tensor.ndim == 3 else tensor

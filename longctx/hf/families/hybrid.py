@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from longctx.hf.families.config_json import ConfigJson
-from longctx.hf.families.dense import Granite
-from longctx.hf.families.experts import Qwen2Moe
 from longctx.hf.families.family import FULL, Family
+from longctx.hf.families.features import Qwen2Moe
 from longctx.hf.families.folds import Share
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Piece
@@ -53,12 +53,12 @@ class HybridFamily(Family):
     def read_keys(self) -> set[str]:
         return super().read_keys() | self.options.keys()
 
-    def parts(self, config: GPTConfig) -> dict[str, Sequence[int]]:
+    def shares(self, config: GPTConfig) -> dict[str, Sequence[int]]:
         """Return tensors of a layer that have parts → rows of each part in each head."""
         return {}
 
     def tensors(self, config: GPTConfig) -> Iterator[Piece]:
-        sizes, pieces = self.parts(config), list[Piece]()
+        sizes, pieces = self.shares(config), list[Piece]()
         for piece in super().tensors(config):
             if found := PART.fullmatch(piece.theirs):
                 layer, tensor, number, ending = found.groups()
@@ -74,22 +74,27 @@ class HybridFamily(Family):
 class Qwen35(HybridFamily):
     """Attention has a gate."""
 
-    def leaves_out(self, tensor: str, config: GPTConfig) -> bool:
-        return tensor.startswith("mtp.")
-
-    def parts(self, config: GPTConfig) -> dict[str, Sequence[int]]:
+    def shares(self, config: GPTConfig) -> dict[str, Sequence[int]]:
         return {"self_attn.q_proj": (config.head_size,) * 2}
 
 
+STACKED = {f"{x}_proj.weight": "mlp.experts.gate_up_proj" for x in ("gate", "up")}
+STACKED |= {"down_proj.weight": "mlp.experts.down_proj"}
+
+
 class Qwen35Moe(Qwen2Moe, Qwen35):
-    """Experts in all layers."""
+    """Experts in all layers, in one tensor or in many."""
+
+    def tensors_of(self, config: GPTConfig, stored: Mapping[str, Any]) -> Iterator[Piece]:
+        is_stacked = any(name.endswith(".mlp.experts.down_proj") for name in stored)
+        return (replace(self, stacked=STACKED) if is_stacked else self).tensors(config)
 
 
 class Qwen3Next(Qwen2Moe, Qwen35):
     """Queries, keys, values and gate of each key head are rows side by side, as β and decay are."""
 
-    def parts(self, config: GPTConfig) -> dict[str, Sequence[int]]:
-        parts = super().parts(config)
+    def shares(self, config: GPTConfig) -> dict[str, Sequence[int]]:
+        parts = super().shares(config)
         for key_heads, value_heads, key, value in map(dict.values, config.mixer_options.values()):
             each = value_heads // key_heads  # value heads of a key head
             parts["linear_attn.in_proj_qkvz"] = key, key, each * value, each * value
@@ -97,7 +102,7 @@ class Qwen3Next(Qwen2Moe, Qwen35):
         return parts
 
 
-class GraniteHybrid(HybridFamily, Granite):
+class GraniteHybrid(HybridFamily):
     """Layers of Mamba-2, by default no others; positions in none of attention, or in all."""
 
     mixer, options = "mamba2", MAMBA
@@ -115,18 +120,12 @@ class GraniteHybrid(HybridFamily, Granite):
         found = super().read_features(source, layers) | {"nope_layers": list(range(without))}
         return found if "softmax" in found["mixer"] else found | {"attention_scale": None}
 
-    def parts(self, config: GPTConfig) -> dict[str, Sequence[int]]:
+    def shares(self, config: GPTConfig) -> dict[str, Sequence[int]]:
         parts: dict[str, Sequence[int]] = {}
         for heads, size, state, groups in map(dict.values, config.mixer_options.values()):
             parts["mamba.conv1d"] = inner = heads * size, groups * state, groups * state
             parts["mamba.in_proj"] = heads * size, *inner, heads
         return parts
-
-
-# Names of norms in its folders, for layers of the delta rule and of attention
-RECURRENT_NORMS = {"input_layernorm": "attention_layer_norm"}
-RECURRENT_NORMS |= {"post_attention_layernorm": "feedforward_layer_norm"}
-ATTENTION_NORMS = {"feedforward_layer_norm": "post_attention_layernorm"}
 
 
 class OlmoHybrid(HybridFamily):
@@ -152,18 +151,6 @@ class OlmoHybrid(HybridFamily):
     def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
         recurrent = super().default_windowed(source, layers)
         return recurrent if len(recurrent) < layers else recurrent[:-1]
-
-    def named(self, tensor: str, config: GPTConfig) -> str:
-        layer = tensor.removeprefix("model.layers.").partition(".")[0]
-        if not layer.isdecimal():
-            return tensor
-        is_recurrent = config.mixer_of(int(layer)) == "gdn"
-        names = RECURRENT_NORMS if is_recurrent else ATTENTION_NORMS
-        return ".".join(names.get(word, word) for word in tensor.split("."))
-
-    def tensors(self, config: GPTConfig) -> Iterator[Piece]:
-        for piece in super().tensors(config):
-            yield piece._replace(theirs=self.named(piece.theirs, config))
 
     def tensors_of(self, config: GPTConfig, stored: Mapping[str, Any]) -> Iterator[Piece]:
         # transformers saves the convolutions in thirds, whatever the widths of q, k and v

@@ -1,10 +1,8 @@
-"""Code of families without experts. families.toml has what tables can say.
+"""Code of families whose layers are all of attention. families.toml has what tables can say.
 
 SmolLM3 has layers without rotary positions. In Ministral 3 queries grow with their position. Qwen's
-windows are in the upper layers. Granite has factors of embedding, branches, scores and logits.
-In Gemma the embedding is scaled; Gemma 3 has a rope for windows. In GLM-4 half of a head rotates,
-in pairs (2i, 2i + 1). They are folded at load: here a channel rotates with the one half of them
-further on.
+windows are in the upper layers. In GLM-4 half of a head rotates, in pairs (2i, 2i + 1). They are
+folded at load: here a channel rotates with the one half of them further on.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Any
 from longctx import untrusted
 from longctx.config.rope_config import KEYS, ORIGINAL
 from longctx.hf.families.config_json import ConfigJson
-from longctx.hf.families.family import Family, TwoRopes
+from longctx.hf.families.family import Family
 from longctx.hf.families.folds import Interleaved
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Piece
@@ -108,38 +106,6 @@ class Qwen2(UpperWindows):
             )
 
 
-class Granite(Family):
-    """Logits are divided by a number."""
-
-    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        return {"multipliers.logits": 1 / source.number("logits_scaling", 1.0)}
-
-
-ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
-
-
-class Gemma(Family):
-    """The embedding is scaled, and attention by a number that may be another than the head's."""
-
-    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        is_first = self.model_type == "gemma"
-        name = "hidden_act" if is_first else "hidden_activation"
-        # Files of the first Gemma call the same function gelu, and so does transformers
-        known = ACTIVATIONS | ({"gelu": "gelu_tanh"} if is_first else {})
-        source.refuse_unless(name, source[name], tuple(known))
-        size = source.size("head_dim")
-        scalar = size if is_first else source.size("query_pre_attn_scalar")
-        return {
-            "activation": known[source[name]],
-            "attention_scale": None if scalar == size else scalar**-0.5,
-            "multipliers.embedding": source.size("hidden_size") ** 0.5,
-        }
-
-
-class Gemma3Text(Gemma, TwoRopes):
-    """Windows have a rope of their own."""
-
-
 class Glm4(Family):
     """Rotary pairs are folded."""
 
@@ -148,3 +114,62 @@ class Glm4(Family):
         for piece in super().tensors(config):
             is_rotated = piece.theirs.split(".")[-2] in ("q_proj", "k_proj")
             yield piece._replace(fold=fold) if is_rotated else piece
+
+
+class BalancedExperts(Family):
+    """The loss that balances experts is trained only with output_router_logits, as in transformers,
+    whatever its coefficient.
+    """
+
+    def read(self, source: ConfigJson) -> GPTConfig:
+        # Here, since a coefficient of 0 must stay allowed
+        source = source.with_keys(**{"router_aux_loss_coef": 0.001} | source)
+        if not source.get("output_router_logits"):
+            source = source.with_keys(router_aux_loss_coef=0.0)
+        return super().read(source)
+
+    def changed(self, config: GPTConfig) -> dict[str, Any]:
+        balance = config.experts.balance
+        balanced = {"router_aux_loss_coef": balance, "output_router_logits": balance > 0}
+        return super().changed(config) | balanced
+
+
+class Qwen3Moe(BalancedExperts):
+    """Experts in some layers."""
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        every, dense = source.size("decoder_sparse_step"), source.get("mlp_only_layers") or []
+        others = [n for n in range(layers) if n in dense or (n + 1) % every]
+        return super().read_features(source, layers) | {"experts.dense_layers": others}
+
+    def write_new(self, config: GPTConfig) -> dict[str, Any]:
+        return super().write_new(config) | {"mlp_only_layers": config.experts.dense_layers}
+
+
+class Qwen2Moe(Qwen3Moe):
+    """A shared expert computes every token; its width is a multiple of that of the others."""
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        names = "shared_expert_intermediate_size", "moe_intermediate_size"
+        (all_of_them, one), (name, divisor) = map(source.size, names), names
+        if all_of_them % one:
+            raise source.error(f"{name}={all_of_them} must be a multiple of {divisor}={one}")
+        return super().read_features(source, layers) | {"experts.shared": all_of_them // one}
+
+
+class GptOss(BalancedExperts):
+    """Its folders may be in MXFP4."""
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        quantized = source.get("quantization_config") or {"quant_method": "mxfp4"}
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        source.refuse_unless("quantization_config.quant_method", method, ("mxfp4",))
+        return {}
+
+
+class Afmoe(Family):
+    """The embedding may be scaled."""
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        factor = source.size("hidden_size") ** 0.5 if source.flag("mup_enabled") else 1.0
+        return {"multipliers.embedding": factor}
