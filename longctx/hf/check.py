@@ -84,26 +84,27 @@ class Trial:
         return torch.randn(rows, tokens, size, generator=generator, device=self.device)
 
     def branch(
-        self, model: GPT, x: Tensor, lengths: Sequence[int] = LENGTHS, naive: bool = False
+        self, model: GPT, inputs: Tensor, lengths: Sequence[int] = LENGTHS, naive: bool = False
     ) -> list[Tensor]:
         """Return what the first layer makes of x (B, T, C), packed documents of these lengths, and
-        its gradients by x and by each weight. `naive` is the formula in fp32.
+        its gradients by inputs and by each weight. `naive` is the formula in fp32.
         """
-        layer, (rows, tokens) = copy.copy(model.blocks[0].attention), x.shape[:2]
-        mask = documents(lengths, rows).bind(rows, tokens, tokens, x.device)
+        layer, (rows, tokens) = copy.copy(model.blocks[0].attention), inputs.shape[:2]
+        mask = documents(lengths, rows).bind(rows, tokens, tokens, inputs.device)
         shards = Context().shards(mask, tokens)
-        angles = model.angles(mask, shards, (rows, tokens), x.device)[0]
+        angles = model.angles(mask, shards, (rows, tokens), inputs.device)[0]
         is_mixer = isinstance(layer, Mixer)
         compute = layer.naive if naive and is_mixer else layer
         if naive and not is_mixer:
             layer.attend = Attention("naive", self.attention.options)
-        x = x.detach().requires_grad_()
+        inputs = inputs.detach().requires_grad_()
         with self.autocast(not naive):
-            out = compute(*layer.project(x, *angles), model.masks(mask, shards, rows)[0])
-            added = layer.branch(out, x).float()
+            out = compute(*layer.project(inputs, *angles), model.masks(mask, shards, rows)[0])
+            added = layer.branch(out, inputs).float()
         found = f"forward and branch return {(*added.shape,)}"
-        refuse((added.shape != x.shape, f"{found} of an input {(*x.shape,)}; give the same shape"))
-        gradients = torch.autograd.grad(added, [x, *layer.parameters()], added)
+        found += f" of an input {(*inputs.shape,)}; give the same shape"
+        refuse((added.shape != inputs.shape, found))
+        gradients = torch.autograd.grad(added, [inputs, *layer.parameters()], added)
         return [added.detach(), *gradients]
 
     def step(self, model: GPT, reduces: bool = False) -> list[Tensor]:
@@ -184,25 +185,26 @@ def formula(trial: Trial) -> Found:
         return "attention is not exact"
     if trial.backend == "naive":
         return "naive itself computes it; on a GPU flex does"
-    model, x = trial.model(), trial.inputs(2)
-    return difference(trial.branch(model, x), trial.branch(model, x, naive=True)), trial.rounding
+    model, inputs = trial.model(), trial.inputs(2)
+    found, wanted = (trial.branch(model, inputs, naive=naive) for naive in (False, True))
+    return difference(found, wanted), trial.rounding
 
 
 def alone(trial: Trial) -> Found:
     """Compare output and gradients of packed documents with those of each document alone."""
-    model, x = trial.model(), trial.inputs(2)
-    parts = [part for row in x.split(1) for part in row.split(LENGTHS, dim=1)]
+    model, inputs = trial.model(), trial.inputs(2)
+    parts = [part for row in inputs.split(1) for part in row.split(LENGTHS, dim=1)]
     results = [trial.branch(model, part, part.shape[1:2])[:2] for part in parts]
-    joined = [torch.cat(each, dim=1).view_as(x) for each in zip(*results, strict=True)]
-    return difference(trial.branch(model, x)[:2], joined), trial.rounding
+    joined = [torch.cat(each, dim=1).view_as(inputs) for each in zip(*results, strict=True)]
+    return difference(trial.branch(model, inputs)[:2], joined), trial.rounding
 
 
 def leak(trial: Trial) -> Found:
     """Change the end of a document; look at tokens before it, and at all other documents."""
-    model, x, end = trial.model(), trial.inputs(2), sum(LENGTHS[:4])
-    changed = x.clone()
+    model, inputs, end = trial.model(), trial.inputs(2), sum(LENGTHS[:4])
+    changed = inputs.clone()
     changed[0, CHANGED:end] += 100
-    outs = [trial.branch(model, each)[0].flatten(0, 1) for each in (changed, x)]
+    outs = [trial.branch(model, each)[0].flatten(0, 1) for each in (changed, inputs)]
     unseen = [torch.cat([out[:CHANGED], out[end:]]) for out in outs]
     return difference(unseen[:1], unseen[1:]), EXACT
 
@@ -230,7 +232,7 @@ def decoding(trial: Trial) -> Found:
 
 def padding(trial: Trial) -> Found:
     """Look for NaN in a step with padding."""
-    is_finite = all(bool(x.isfinite().all()) for x in trial.step(trial.model()))
+    is_finite = all(bool(result.isfinite().all()) for result in trial.step(trial.model()))
     return 0.0 if is_finite else torch.inf, 0.0
 
 
@@ -270,9 +272,9 @@ def strides(trial: Trial) -> Found:
     model = trial.model(channels=size, heads=32, kv_heads=32, layers=1)
     widest = max(linear.outputs for linear in model.config.blocks[0].attention.linears)
     lengths = [tokens] * (LARGE // widest // tokens + 2)
-    x = trial.inputs(1, sum(lengths), size).bfloat16()
-    found = [result[:, -tokens:].clone() for result in trial.branch(model, x, lengths)[:2]]
-    return difference(found, trial.branch(model, x[:, -tokens:], [tokens])[:2]), trial.rounding
+    inputs = trial.inputs(1, sum(lengths), size).bfloat16()
+    found = [result[:, -tokens:].clone() for result in trial.branch(model, inputs, lengths)[:2]]
+    return difference(found, trial.branch(model, inputs[:, -tokens:], [tokens])[:2]), trial.rounding
 
 
 def memory(trial: Trial) -> Found:
@@ -286,13 +288,13 @@ def memory(trial: Trial) -> Found:
     refuse((is_wrong, f"{cost} is below 0; give what it takes for each token"))
     if trial.device == "cpu" or part.softmax_calls:
         return "for a GPU, and a mixer that calls no softmax attention"
-    x = trial.inputs(1, tokens).bfloat16().requires_grad_()
-    mask = Mask.causal().bind(1, tokens, tokens, x.device)
+    inputs = trial.inputs(1, tokens).bfloat16().requires_grad_()
+    mask = Mask.causal().bind(1, tokens, tokens, inputs.device)
     shards = Context().shards(mask, tokens)
-    angles, batch = model.angles(mask, shards, (1, tokens), x.device)[0], Batch(mask, 1)
+    angles, batch = model.angles(mask, shards, (1, tokens), inputs.device)[0], Batch(mask, 1)
     with trial.autocast():
         before = torch.cuda.memory_allocated()
-        added = layer.branch(layer(*layer.project(x, *angles), batch), x)
+        added = layer.branch(layer(*layer.project(inputs, *angles), batch), inputs)
         saved = torch.cuda.memory_allocated() - before - added.nbytes
     # A gate's factors and what they multiply are planned apart
     wanted = tokens * (cost.saved + 4 * part.gate_size)
@@ -327,9 +329,8 @@ def check(name: str) -> int:
     if name.endswith(".py"):
         plugins.load([name])
         path = Path(name).expanduser().absolute()
-        classes = {mixer: x for mixer, x in MIXERS.items() if x is not None}
-        names = {mixer for mixer, x in classes.items() if inspect.getfile(x) == str(path)}
-        names |= {x for x, backend in registered().items() if backend.source() == path}
+        names = {mixer for mixer, x in MIXERS.items() if x and inspect.getfile(x) == str(path)}
+        names |= {name for name, backend in registered().items() if backend.source() == path}
         names |= {score for score, (*_, file) in SCORES.items() if file == str(path)}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trials = [Trial(mixer, "flash", device) for mixer in MIXERS if mixer in names - {SOFTMAX}]

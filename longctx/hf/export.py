@@ -144,7 +144,7 @@ def adapted_model(
     added, settings = lora_of(checkpoint), checkpoint["longctx"]["config"]
     own = checked_skeleton(path, checkpoint, config, "naive", added)
     rows = checkpoint["state_dict"].items()
-    weights = {name.removeprefix("model."): x for name, x in rows}
+    weights = {name.removeprefix("model."): weight for name, weight in rows}
     before = Path(str(settings.get("init")))
     if added.rank is not None and run_folder.is_run(before) and before.exists():
         before = run_folder.checkpoint_of(before, "init")
@@ -156,7 +156,7 @@ def adapted_model(
             both = [*dict.fromkeys([*earlier.targets, *added.targets])]
             rank = (earlier.rank or 0) + added.rank
             return model, LoraConfig(rank, 1.0, targets=both, base=earlier.base), settings
-    own.load_state_dict({name: x[:] for name, x in weights.items()}, assign=True)
+    own.load_state_dict({name: weight[:] for name, weight in weights.items()}, assign=True)
     return own, added, settings
 
 
@@ -175,7 +175,7 @@ def stack(model: GPT, weights: Mapping[str, Any], config: LoraConfig) -> None:
         b = torch.zeros(layer.out_features, config.rank)
         if name in added:
             a, b = weights[f"{name}.lora_a"][:], weights[f"{name}.lora_b"][:]
-        both = [x.unflatten(0, (layer.experts, -1)) for x in (layer.lora_a, a)]
+        both = [matrix.unflatten(0, (layer.experts, -1)) for matrix in (layer.lora_a, a)]
         layer.lora_a = nn.Parameter(torch.cat(both, dim=1).flatten(0, 1))
         layer.lora_b = nn.Parameter(
             torch.cat([layer.lora_b * layer.scale, b * config.factor], dim=1)
@@ -266,7 +266,7 @@ def export_adapter(
     # Next to experts, peft takes a layer of one of these names for a part of the experts' tensors
     has_experts = any(weight.ndim > 2 for weight in model.parameters())
     has_experts |= model.config.experts.count is not None
-    fused = sorted(x for x in paths if has_experts and x.rpartition(".")[2] in FUSED)
+    fused = sorted(path for path in paths if has_experts and path.rpartition(".")[2] in FUSED)
     adapter: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

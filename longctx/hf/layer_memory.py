@@ -143,15 +143,15 @@ def layers_of(step: Workload) -> list[MeasuredLayer]:
         nn.Module.to_empty(model, device=step.device)
         for kind, layer in dict(zip(kinds, layers, strict=True)).items():
             # As in the middle of a model, between others
-            other = next(x for x in layers if x is not layer)
+            other = next(another for another in layers if another is not layer)
             del chain[:]
             chain.extend([other, layer, other])
             config.num_hidden_layers = len(chain)
             if types:
-                config.layer_types = [types[layers.index(x)] for x in chain]
+                config.layer_types = [types[layers.index(layer)] for layer in chain]
             runs = [sizes(model, chain, step, tokens) for tokens in COUNTS]
             lines = [linear_regression(COUNTS, ends) for ends in zip(*runs, strict=True)]
-            weights = sum(x.numel() for x in layer.parameters() if x.ndim > 1)
+            weights = sum(weight.numel() for weight in layer.parameters() if weight.ndim > 1)
             measured[kind] = MeasuredLayer(weights, *lines)
     return [measured[kind] for kind in kinds]
 
@@ -203,7 +203,7 @@ class Alive(TorchDispatchMode):
 
     def __init__(self, weights: list[Tensor]) -> None:
         super().__init__()
-        self.storages = WeakIdKeyDictionary({x.untyped_storage(): True for x in weights})
+        self.storages = WeakIdKeyDictionary({weight.untyped_storage(): True for weight in weights})
         self.now = self.peak = 0
 
     def __torch_dispatch__(
@@ -212,7 +212,8 @@ class Alive(TorchDispatchMode):
         if function is torch.ops.aten._grouped_mm.default:
             function = grouped_product
         result = function(*args, **(kwargs or {}))
-        for storage in [x.untyped_storage() for x in tree_leaves(result) if isinstance(x, Tensor)]:
+        tensors = (tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor))
+        for storage in [tensor.untyped_storage() for tensor in tensors]:
             if storage not in self.storages:
                 self.storages[storage] = True
                 self.add(storage.nbytes())

@@ -73,7 +73,7 @@ def described(settings: Mapping[str, Any]) -> TransformersConfig:
     if not windowed or getattr(config, "use_sliding_window", None) is False:
         window = None
     # Granite divides logits by a number, Cohere multiplies
-    divisor, factor = (getattr(config, x, None) for x in ("logits_scaling", "logit_scale"))
+    divisor, factor = (getattr(config, name, None) for name in ("logits_scaling", "logit_scale"))
     # A rank adds so many parameters to each target
     lora = dict.fromkeys(TARGETS, 0)
     for _, linear, target in linears_of(decoder):
@@ -117,7 +117,7 @@ def learned_positions(whole: Any) -> int | None:
     words, limit = whole.get_input_embeddings(), value_of(whole.config, "max_position_embeddings")
     tables = [x for x in whole.modules() if isinstance(x, nn.Embedding) and x is not words]
     # OPT has two rows before the first position
-    return limit if any(0 <= x.num_embeddings - limit <= 2 for x in tables) else None
+    return limit if any(0 <= table.num_embeddings - limit <= 2 for table in tables) else None
 
 
 def value_of(config: Any, name: str) -> int:
@@ -138,7 +138,7 @@ def refuse_unless_covered(settings: Mapping[str, Any], whole: Any) -> None:
     sparse = next((key for key in SPARSE if getattr(config, key, None) is not None), None)
     chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
     name, decoder = f"model_type={config.model_type}", whole.get_decoder()
-    has_list = decoder and any(isinstance(x, nn.ModuleList) for x in decoder.children())
+    has_list = decoder and any(isinstance(module, nn.ModuleList) for module in decoder.children())
     refuse(
         ("quantization_config" in settings, "quantization_config: quantized weights do not train"),
         (getattr(head, "bias", None) is not None, "a bias of the lm_head is not supported"),
@@ -208,11 +208,11 @@ def products(whole: Any) -> int:
     each = getattr(config, "num_experts_per_tok", None) or experts
     total = 0.0
     for path, module in whole.named_modules():
-        matrices = [x for x in module.parameters(recurse=False) if x.ndim > 1]
+        matrices = [weight for weight in module.parameters(recurse=False) if weight.ndim > 1]
         if isinstance(module, nn.Embedding):
             continue
         share = each / max(experts, 1) if "expert" in path.rpartition(".")[2] else 1.0
-        total += sum(x.numel() * (share if x.ndim == 3 else 1.0) for x in matrices)
+        total += sum(weight.numel() * (share if weight.ndim == 3 else 1.0) for weight in matrices)
     return int(total)
 
 
@@ -299,7 +299,7 @@ class TransformersModel(GPT):
     @property
     def blocks(self) -> Any:
         """The layers of the decoder, the longest list of its modules."""
-        lists = [x for x in self.backbone.children() if isinstance(x, nn.ModuleList)]
+        lists = [module for module in self.backbone.children() if isinstance(module, nn.ModuleList)]
         return max(lists, key=len)
 
     def name_of(self, weight: str) -> str:
@@ -354,7 +354,7 @@ class TransformersModel(GPT):
     @property
     def rounded(self) -> set[str]:
         """Return the names of the matrices, but for `exact`."""
-        return {name for name, x in self.named_parameters() if x.ndim > 1} - self.exact
+        return {name for name, weight in self.named_parameters() if weight.ndim > 1} - self.exact
 
     def linears(self) -> Iterator[tuple[Any, str, str, bool]]:
         """Yield block, path in it, and target of LoRA of every linear layer; and True, since
@@ -370,8 +370,8 @@ class TransformersModel(GPT):
         self.documents.begin(mask, shards)
         positions = positions.expand(tokens.shape)
         out = self.computed(input_ids=tokens, position_ids=positions, use_cache=False)
-        x: Tensor = out.last_hidden_state
-        return x
+        normed: Tensor = out.last_hidden_state
+        return normed
 
     def computed(self, **inputs: Any) -> Any:
         """Return the outputs of the decoder; matrices in 16 bits need autocast, since some layers
@@ -386,10 +386,10 @@ class TransformersModel(GPT):
         return out
 
 
-def in_precision_of_autocast(module: nn.Module, inputs: Any, x: Any) -> Any:
+def in_precision_of_autocast(module: nn.Module, inputs: Any, values: Any) -> Any:
     """Return embedded or normed tokens in autocast's dtype: their fp32 weights make them fp32, and
     the residual stream and the inputs of products would take twice the memory.
     """
     # Some modules of vectors return a tuple
-    is_cast = isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type)
-    return x.to(torch.get_autocast_dtype(x.device.type)) if is_cast else x
+    is_cast = isinstance(values, Tensor) and torch.is_autocast_enabled(values.device.type)
+    return values.to(torch.get_autocast_dtype(values.device.type)) if is_cast else values
