@@ -235,10 +235,10 @@ def stage_of(
 
 def measure(options: Options, model: str, name: str, early: list[int] | None) -> Reading:
     """Return perplexity by position of the longest texts, pass keys found, and losses."""
-    lengths = early or options.lengths
-    assert lengths and options.depths is not None and options.samples
+    assert options.lengths and options.depths is not None and options.samples
+    lengths, longest = early or options.lengths, max(options.lengths)
     network, tokenizer = longctx.load(name, options.device, options.precision)
-    ids = texts(options, model, 2 * max(lengths))
+    ids = texts(options, model, 2 * longest)  # the same texts in an early reading
     scorer = Scorer(network, torch.bfloat16 if options.precision == "bf16" else torch.float32)
     shape = options.depths, options.samples
     depths = [(n + 0.5) / options.depths for n in range(options.depths)]
@@ -258,8 +258,8 @@ def measure(options: Options, model: str, name: str, early: list[int] | None) ->
         print(f"found      {keys} ({time.perf_counter() - began:.0f} s)")
     reference = np.array(tokenizer.encode("\n".join(topics.values())))
     prose = np.mean([-logp.mean() for logp, _ in readings(reference, min(lengths))])
-    parts = np.array_split(nats[max(lengths)], BINS)
-    ends = [round(max(lengths) * (n + 1) / BINS) for n in range(BINS)]
+    parts = np.array_split(nats[max(lengths)], max(1, BINS * max(lengths) // longest))
+    ends = [round(max(lengths) * (n + 1) / len(parts)) for n in range(len(parts))]
     return {
         "context": network.config.context,
         "perplexity": {n: float(np.exp(part.mean())) for n, part in zip(ends, parts, strict=True)},
