@@ -35,7 +35,7 @@ from torch.autograd.function import once_differentiable
 
 from longctx.attention.exchange import Ranks
 from longctx.kernels import HAS_TRITON
-from longctx.model.layers import SwiGLU, fused, linears
+from longctx.model.layers import MLP, fused, linears
 from longctx.model.packed import is_packed, unpacked
 from longctx.spec import experts
 
@@ -57,7 +57,7 @@ class Experts(nn.Module):
         added = {"weight": nn.Parameter(torch.zeros(part.count), requires_grad=False)}
         self.exact = ("correction",) if keys.router == "sigmoid_bias" else ()
         self.correction = nn.ParameterDict(added) if self.exact else None
-        self.shared = None if part.dense is None else SwiGLU(part.dense)
+        self.shared = None if part.dense is None else MLP(part.dense)
         self.shared_gate = others[-1] if keys.shared_gate else None
 
     def forward(self, x: Tensor, needs_value: bool = True) -> Tensor:
@@ -311,8 +311,8 @@ class Balance:
         self.rows = 0
         self.slope: Tensor | None = None  # (E,) of the loss by each token's probability
         self.upstream: Tensor | None = None  # gradient of the loss that this one was added to
-        # (2,): E · Σ f P, and the tokens of the busiest expert, over all layers, over the mean
-        self.figures: Tensor | None = None
+        # E · Σ f P, and the tokens of the busiest expert, over all layers, over the mean
+        self.figures: dict[str, Tensor] = {}
 
     def count(self, chances: Tensor, chosen: Tensor) -> None:
         """Count the tokens of a layer, or a tile of them."""
@@ -333,8 +333,8 @@ class Balance:
             dist.all_reduce(self.sums, group=ranks.process_group)
         tokens, chances = self.sums / (self.rows * ranks.count)
         self.slope = self.factor * len(tokens) * tokens / (self.rows * ranks.count) * scale
-        load = tokens.max() / tokens.mean()
-        self.figures = torch.stack((len(tokens) * (tokens @ chances), load))
+        loads = {"aux_loss": len(tokens) * (tokens @ chances)}
+        self.figures = loads | {"expert_load": tokens.max() / tokens.mean()}
         if loss.requires_grad:
             loss.register_hook(partial(setattr, self, "upstream"))
 

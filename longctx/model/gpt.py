@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from longctx.attention.context_parallel import Context, Shards, padded
 from longctx.attention.description import AttentionConfig
 from longctx.config.layout_config import MemoryConfig
 from longctx.model.experts import Balance, balancing
-from longctx.model.layers import Block, RMSNorm, StreamNorm
+from longctx.model.layers import Block, RMSNorm
 from longctx.model.loss import IGNORED, ZLoss, linear_cross_entropy, shaped
 from longctx.model.mixer import Batch, Mixer
 from longctx.model.packed import is_packed
@@ -28,7 +28,6 @@ from longctx.model.recompute import checkpointed_blocks, forward_in_tiles
 from longctx.model.rope import Angles, Rope, Ropes
 from longctx.runs import compile_cache
 from longctx.spec.model_config import GPTConfig
-from longctx.spec.parts import Norm
 
 Draw = Callable[[Tensor, Callable[[Tensor], Any]], None]  # (weight, what fills it at random)
 
@@ -44,9 +43,8 @@ class GPT(nn.Module):
     decoder: ClassVar[Any] = None
     # True if the length of a document changes the frequencies of its positions
     follows_length = False
-    # Of the last micro-batch, see `Balance.figures` and `ZLoss.mean`
-    balance_figures: Tensor | None = None
-    z_figure: Tensor | None = None
+    # Key of metrics → value of the last micro-batch, on the device
+    measured: Mapping[str, Tensor] = {}
 
     def __init__(
         self,
@@ -65,7 +63,7 @@ class GPT(nn.Module):
         self.ropes: Any = Ropes([block.attention.rope for block in config.blocks])
         self.follows_length = any(rope.follows_length for rope in self.ropes)
         self.blocks: Any = nn.ModuleList(Block(block, attention) for block in config.blocks)
-        self.norm = StreamNorm(Norm("norm", "norm", C, config.norm_eps, config.norm_plus_one))
+        self.norm = config.norm("norm", "norm").build()
         self.head = None if config.tied else nn.Linear(C, V, bias=False)
         # Weights that no export rounds, or routers would choose other experts
         self.exact = {
@@ -152,14 +150,8 @@ class GPT(nn.Module):
                 yield block, path, path.rpartition(".")[2], linear.packs
 
     def figures(self) -> dict[str, float]:
-        """Return what the last micro-batch tells of the model, by the keys of its metrics; waits
-        for the device.
-        """
-        figures = {} if self.z_figure is None else {"z_loss": self.z_figure.item()}
-        if self.balance_figures is None:
-            return figures
-        names = ("aux_loss", "expert_load")
-        return figures | dict(zip(names, self.balance_figures.tolist(), strict=True))
+        """Return what was `measured`; waits for the device."""
+        return {key: value.item() for key, value in self.measured.items()}
 
     def forward(
         self,
@@ -219,11 +211,11 @@ class GPT(nn.Module):
             x, lm_head, targets, chunk, reduction, scale, m.logits, m.logit_softcap, extra
         )
         if extra is not None and extra.mean is not None:
-            self.z_figure = extra.mean
+            self.measured = {**self.measured, "z_loss": extra.mean}
         if balance is not None:
             weight = (scored if reduction == "sum" else 1) * (1.0 if scale is None else scale)
             balance.join(loss, weight, context.ranks)
-            self.balance_figures = balance.figures
+            self.measured = {**self.measured, **balance.figures}
         return shards.gathered(loss)[:, :T] if reduction == "none" else loss
 
     def hidden(self, tokens: Tensor, mask: Mask, shards: Shards, length: int) -> Tensor:

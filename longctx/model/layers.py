@@ -1,5 +1,5 @@
 """One transformer block: x + attention(norm(x)), then x + mlp(norm(x)), with RMSNorm, grouped-query
-attention and SwiGLU.
+attention and SwiGLU; or LayerNorm, an MLP without gate, and the two branches side by side.
 
 q, k and v come from one projection, gate and up from another. Their rows are [q; k; v] and
 [gate; up], so that they split into the tensors of a Llama checkpoint. If a kernel of ours serves a
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -88,23 +89,29 @@ def normed(x: Tensor, weight: Tensor, eps: Any) -> Tensor:
 
 
 class StreamNorm(RMSNorm):
-    """An RMSNorm of the residual stream; on a GPU one kernel each way."""
+    """A norm of the residual stream; RMSNorm is one kernel each way on a GPU."""
 
     def __init__(self, part: parts.Norm) -> None:
         super().__init__(part.size, part.eps, part.plus_one)
+        self.is_centered = part.form != "rms"
+        self.bias = nn.Parameter(torch.zeros(part.size)) if part.form == "layer" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if not fused(x):
-            return super().forward(x)
-        return rms_norm.norm(x, self.factor, self.eps)
+        if self.is_centered:
+            # As torch does, but its result has x's dtype
+            wide = torch.promote_types(x.dtype, self.weight.dtype)
+            bias = None if self.bias is None else self.bias.to(wide)
+            factor = self.factor.to(wide)
+            return F.layer_norm(x.to(wide), factor.shape, factor, bias, self.eps).to(x.dtype)
+        return rms_norm.norm(x, self.factor, self.eps) if fused(x) else super().forward(x)
 
     def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the residual stream x (..., C) plus `branch`, if any, and the norm of the sum."""
         # On a GPU both, and the sum of their gradients in backward, are one pass over memory
-        if not fused(x):
-            x = x if branch is None else x + branch
-            return x, super().forward(x)
-        return rms_norm.add_and_norm(x, branch, self.factor, self.eps)
+        if fused(x) and not self.is_centered:
+            return rms_norm.add_and_norm(x, branch, self.factor, self.eps)
+        x = x if branch is None else x + branch
+        return x, self(x)
 
 
 class NoNorm(nn.Identity):
@@ -196,13 +203,22 @@ class SelfAttention(nn.Module):
         return self.attend(q, k, v, mask, self.scores)
 
 
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)), arXiv 2002.05202; or with another activation than silu."""
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) · up(x)), arXiv 2002.05202; or with another activation than silu; or
+    down(activation(up(x))).
+    """
 
     def __init__(self, part: parts.FeedForward) -> None:
         super().__init__()
         self.gate_up, self.down = linears(part)
-        self.activation = part.activation
+        self.activation, self.has_gate = part.activation, part.has_gate
 
     def forward(self, x: Tensor, needs_value: bool = True) -> Tensor:
         """Of x (B, T, C); without `needs_value` the result may be 0, and its gradients are right.
@@ -210,17 +226,19 @@ class SwiGLU(nn.Module):
         A recomputation in backward wants the gradients alone.
         """
         gate_up, down = self.gate_up(x), self.down
+        activate = ACTIVATIONS[self.activation]
+        if not self.has_gate:
+            return down(activate(gate_up))
         if fused(gate_up) and type(down) is Linear:
             gated_down = swiglu.gated_down if down.product is linear else down.product.gated_down
             weights = down.weight, down.bias
             return gated_down(gate_up, *weights, needs_value, self.activation)
         gate, up = gate_up.chunk(2, dim=-1)
-        gate = F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return down(gate * up)
+        return down(activate(gate) * up)
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), of x (B, T, C).
+    """x + attention(norm(x)), then x + mlp(norm(x)), of x (B, T, C); or both of one x.
 
     Only attention, or another mixer in its place, mixes tokens. So a block is also before →
     attention → after. `before` and `after` can run on any slice of the tokens, see
@@ -236,6 +254,7 @@ class Block(nn.Module):
         self.mlp = described.mlp.build()
         self.mlp_out_norm = optional(described.mlp_out_norm)
         self.branch_scale = described.branch_scale
+        self.is_parallel, self.shares_norm = described.is_parallel, described.shares_norm
         # The gradient of a norm needs its input, so the MLP's value is computed for it.
         self.always_needs_value = described.mlp_out_norm is not None
 
@@ -263,11 +282,17 @@ class Block(nn.Module):
         self, x: Tensor, out: Tensor, needs_value: bool = True, normed: Tensor | None = None
     ) -> Tensor:
         """The block's output, from its input and attention's output (B, T, H, D)."""
-        # A gate needs the `normed` input, made again if it is missing: no recomputation saves it.
-        if self.attention.reads_input and normed is None:
+        # A gate, or an MLP with the same norm, needs the `normed` input, made again if it is
+        # missing: no recomputation saves it.
+        if (self.attention.reads_input or self.shares_norm) and normed is None:
             normed = self.attention_norm(x)
-        branch = self.attention_out_norm(self.attention.branch(out, normed))
-        x, normed = self.mlp_norm.add_and_norm(x, self.scaled(branch))
+        branch = self.scaled(self.attention_out_norm(self.attention.branch(out, normed)))
+        if self.is_parallel:
+            normed = normed if self.shares_norm else self.mlp_norm(x)
+            x = x + branch
+        else:
+            x, normed = self.mlp_norm.add_and_norm(x, branch)
+        assert normed is not None
         branch = self.mlp_out_norm(self.mlp(normed, needs_value or self.always_needs_value))
         return x + self.scaled(branch)
 

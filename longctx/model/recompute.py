@@ -417,20 +417,14 @@ class _Surroundings:
             yield
 
 
-def _tiles(tile: int, tokens: int) -> Iterator[slice]:
-    """Slices of at most `tile` tokens (0: all), of one size but for the last: compiled code depends
-    on the size.
-    """
-    size = tile_size(tokens, tile or tokens)
-    for start in range(0, tokens, size):
-        yield slice(start, min(start + size, tokens))
-
-
 def _arriving_tiles(
     tile: int, inputs: Tokens, device: torch.device
 ) -> Iterator[tuple[slice, list[Tensor]]]:
     """Yield each tile and its tokens of all `inputs` on `device`, the next one on its way."""
-    tiles = list(_tiles(tile, inputs[0].shape[1]))
+    # Of one size but for the last: compiled code depends on it
+    tokens = inputs[0].shape[1]
+    size = tile_size(tokens, tile or tokens)
+    tiles = [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
     coming = arriving((tuple(x[:, at] for x in inputs) for at in tiles), device)
     for at in tiles:  # a zip would hold the tile before
         yield at, next(coming)

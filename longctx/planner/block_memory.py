@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from longctx.kernels.attention import hopper_size
 from longctx.model.mixers.description import MixerSpec
-from longctx.spec.parts import FP32, AttentionSpec, BlockSpec, Pass
+from longctx.spec.parts import FP32, AttentionSpec, BlockSpec, Norm, Pass
 
 MLP, ATTENTION = "mlp", "attention"  # the halves of a block's backward, in their order
 
@@ -35,7 +35,7 @@ def kept(block: BlockSpec, p: Pass) -> Iterator[Kept]:
     if not (reads_stream and p.fp8_input):
         yield Kept(e * C * N, ATTENTION)
     yield Kept((p.fp8_input if reads_stream else p.fp8_input or e) * C * N, ATTENTION)
-    yield Kept(0 if reads_stream else FP32 * N, ATTENTION)  # 1 / rms
+    yield Kept(of_norm(block.attention_norm, p), ATTENTION)
     # q, k, v, the output and the lse
     yield Kept(attention_saved(attention, p), ATTENTION)
     yield Kept(p.weight_copy * attention.linears[0].weights, ATTENTION)
@@ -43,6 +43,16 @@ def kept(block: BlockSpec, p: Pass) -> Iterator[Kept]:
         # The output that they scaled; their share, before and after masking, and the mask
         yield Kept((e * attention.query_size + (2 * FP32 + 1) * heads) * N, ATTENTION)
     yield from kept_after(block, p)
+
+
+def of_norm(norm: Norm | None, p: Pass) -> int:
+    """Return the bytes that a norm saves next to its input: 1 / rms, or mean and 1 / deviation. Of
+    LayerNorm the input is in fp32, unless it is compiled.
+    """
+    if norm is None or norm.form == "rms":
+        return 0 if norm is None else FP32 * p.tokens
+    wider = 0 if p.is_compiled else FP32 - p.activation
+    return (2 * FP32 + wider * norm.size) * p.tokens
 
 
 def output(attention: AttentionSpec, p: Pass) -> float:
@@ -58,24 +68,27 @@ def kept_after(block: BlockSpec, p: Pass) -> Iterator[Kept]:
     """Yield what the half after attention saves; one that recomputes makes it again by tile."""
     e, C, N = p.activation, block.mlp.size, p.tokens
     q, gate = block.attention.query_size, block.attention.gate_size
-    # The stream after attention, and copies of the weights before it
+    # The stream after attention, which a parallel block has not, unless LayerNorm casts it again;
+    # and copies of the weights before it
     of_attention = sum(linear.weights for linear in block.attention.linears[1:])
-    yield Kept(e * C * N + p.weight_copy * of_attention, ATTENTION)
+    again = of_norm(block.mlp_norm, p) > 2 * FP32 * N
+    stream = 0 if block.is_parallel and not again else e * C * N
+    yield Kept(stream + p.weight_copy * of_attention, ATTENTION)
     # Attention's output in FP8
     yield Kept(p.fp8_input * q * N, MLP)
     if gate:  # it, and the gated output; in FP8 that is counted, but the gate's input is not
         yield Kept((e * gate + (p.fp8_input * C or e * q)) * N, MLP)
-    # The input of the MLP, and 1 / rms
-    yield Kept((p.fp8_input or e) * C * N, MLP)
-    yield Kept(0 if block.mlp_norm is None else FP32 * N, ATTENTION)
+    # The input of the MLP
+    yield Kept(0 if block.shares_norm and not p.fp8_input else (p.fp8_input or e) * C * N, MLP)
+    yield Kept(of_norm(block.mlp_norm, p), ATTENTION)
     yield Kept(block.mlp.saved(p), MLP)
     if block.attention_out_norm is not None:  # its input is attention's projection
         # and the stream after it is saved too, by the next norm
         stream = 0 if block.mlp_norm is None else e * C * N
-        yield Kept(FP32 * N + stream, ATTENTION)
+        yield Kept(of_norm(block.attention_out_norm, p) + stream, ATTENTION)
     if block.mlp_out_norm is not None:
         yield Kept(e * C * N, MLP)
-        yield Kept(FP32 * N, ATTENTION)
+        yield Kept(of_norm(block.mlp_out_norm, p), ATTENTION)
 
 
 def mlp_backward(block: BlockSpec, p: Pass) -> float:
@@ -92,7 +105,8 @@ def mlp_backward(block: BlockSpec, p: Pass) -> float:
         return needed
     # What recompute=none keeps is made again of a tile, and the output
     needed += sum(part.bytes for part in kept_after(block, tile)) + e * C * n
-    needed += (e * C + FP32) * n if block.attention.gate_size else 0  # the gate's input
+    if block.attention.gate_size or block.shares_norm:  # the input of attention
+        needed += e * C * n + of_norm(block.attention_norm, tile)
     needed += p.weight_copy * weights_after(block)
     if n < p.tokens:
         # Attention's output has its gradient for all tokens; of the tile before nothing is left
@@ -119,6 +133,8 @@ def attention_backward(block: BlockSpec, p: Pass) -> float:
         return needed + p.unpacked * block.attention.linears[0].weights
     # Residual; do, dq, dk, dv; gradients of the weights after attention
     needed = e * (C + 2 * q + 2 * kv) * p.tokens + p.gradient * weights_after(block)
+    if block.is_parallel and p.recompute != "block":
+        needed += e * C * p.tokens  # the gradient of the MLP's input, or of x by its norm
     needed += p.unpacked * block.attention.linears[0].weights
     if p.recompute == "block":
         needed += e * (q + 2 * kv) * p.tokens

@@ -101,6 +101,7 @@ class _Step:
         self.trained = self.added or workload.parameters
         # Bytes of the gradient of one of the model's own weights, and of its copy in 16 bits
         self.gradient, self.copy = self.through.gradient, self.through.weight_copy
+        self.norms_fused = workload.uses_kernels and self.model.norm_form == "rms"
         in_bf16 = {n % self.L for n in workload.bf16_layers}
         is_fp8 = workload.precision == "fp8"
         self.in_8_bits = [is_fp8 and n not in in_bf16 for n in range(self.L)]
@@ -197,8 +198,7 @@ class _Step:
         head = embedding if tied or not full else 0.0
         # The norm's input and both its gradients; where no kernel of ours takes them as they are,
         # in fp32, and the loss's too.
-        has_kernels = self.workload.uses_kernels
-        norm = float(self.C * (3 * self.e if has_kernels else 3 * FP32 + self.e))
+        norm = float(self.C * (3 * self.e if self.norms_fused else 3 * FP32 + self.e))
         if self.measured:
             norm = self.measured[-1].norm.slope
         last_norm = {GRADIENTS: before + head, LOSS: norm * self.N}
@@ -337,7 +337,7 @@ class _Step:
         """Return the last norm's input and output, logits of a chunk, and their gradients."""
         # The input is in fp32 unless a kernel of ours takes it as it is
         weight = (self.copy + self.gradient) * self.V * self.C
-        hidden = ((self.e if self.workload.uses_kernels else FP32) + 2 * self.e) * self.C * self.N
+        hidden = ((self.e if self.norms_fused else FP32) + 2 * self.e) * self.C * self.N
         slopes = 0 if self.model.multipliers.logit_softcap is None else FP32
         return {LOSS: weight + hidden + self.logits(self.e + slopes) + FP32 * self.N}
 

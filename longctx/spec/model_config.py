@@ -46,7 +46,10 @@ class GPTConfig(mixers.MixerKeys):
     rotary_share: share of a head's channels that rotate, the first ones
     window: keys that a query sees, its own among them; null: all before it
     window_layers: layers with it, from 0; null: all
-    norms: pre: before attention and MLP; post: after; sandwich: both; mixed: post with softmax
+    norms: pre: before attention and MLP; post: after; sandwich: both; mixed: post with softmax;
+        parallel: of one x before both, as in GPT-NeoX; shared: one norm for both, as in Cohere
+    norm_form: layer: LayerNorm; centered: without its bias
+    mlp_gate: false: activation(up(x)) in place of activation(gate(x)) · up(x)
     qk_norm: RMSNorm of q and k, of each head or of all
     attention_gate: channel: attention's output times σ(W · input)
     query_growth: [beta,n]: queries are multiplied by 1 + beta · ln(1 + floor(position / n))
@@ -60,7 +63,7 @@ class GPTConfig(mixers.MixerKeys):
     heads: int = positive(4, "query heads", limit=2**20)
     kv_heads: int = positive(2, "key-value heads, for heads / kv_heads query heads", limit=2**20)
     head_dim: int | None = key(None, "head size; null: channels / heads", between=(0, 2**20))
-    ffn: int = positive(384, "inner width of SwiGLU", limit=2**20)
+    ffn: int = positive(384, "inner width of the MLP", limit=2**20)
     rope_theta: float = key(500000.0, "base of the rotary frequencies")
     window_rope_theta: float | None = key(None, above=0, needs="window")
     rope_scaling: dict[str, Any] = key({}, "transformers' rope_parameters; {}: not scaled")
@@ -68,14 +71,16 @@ class GPTConfig(mixers.MixerKeys):
     nope_layers: list[int] = key([], "layers without rope; the first is 0", between=(0, 4095))
     window: int | None = positive(None, limit=2**31 - 1)
     window_layers: list[int] | None = key(None, between=(0, 4095), distinct=True, needs="window")
-    norms: str = key("pre", choices=("pre", "post", "sandwich", "mixed"))
-    norm_eps: float = key(1e-5, "added to the mean square in RMSNorm")
+    norms: str = key("pre", choices=("pre", "post", "sandwich", "mixed", "parallel", "shared"))
+    norm_form: str = key("rms", choices=("rms", "layer", "centered"))
+    norm_eps: float = key(1e-5, "added to the mean square or variance in norms")
     norm_plus_one: bool = key(False, "norms multiply by 1 + their weight, as in Gemma")
     tied: bool = key(True, "the output head is the embedding")
     qkv_bias: bool = key(False, "biases in the q, k and v projections, as in Qwen2")
     out_bias: bool = key(False, "a bias in attention's output projection")
-    mlp_bias: bool = key(False, "biases in the projections of SwiGLU")
-    activation: str = key("silu", "of the MLP's gate", choices=("silu", "gelu_tanh"))
+    mlp_bias: bool = key(False, "biases in the projections of the MLP")
+    mlp_gate: bool = key(True)
+    activation: str = key("silu", "of the MLP", choices=("silu", "gelu_tanh", "gelu"))
     qk_norm: str = key("none", choices=("none", "head", "whole"))
     qk_norm_after_rope: bool = key(False, "q and k rotate before their norm", needs="qk_norm")
     attention_gate: str = key("none", choices=("none", "channel"))
@@ -143,28 +148,29 @@ class GPTConfig(mixers.MixerKeys):
 
     def block(self, layer: int) -> BlockSpec:
         """Return the parts of block `layer`, the first is 0."""
-
-        def norm(name: str, folder: str, is_there: bool) -> Norm | None:
-            each = (name, folder, self.channels, self.norm_eps, self.norm_plus_one)
-            return Norm(*each) if is_there else None
-
         named, experts = ("mlp", "mlp", self.channels), self.experts
-        mlp = FeedForward(*named, self.ffn, self.mlp_bias, self.activation)
+        mlp = FeedForward(*named, self.ffn, self.mlp_bias, self.activation, self.mlp_gate)
         if self.has_experts(layer):
-            shape = (self.expert_ffn, experts.biased, self.activation)
+            shape = (self.expert_ffn, experts.biased, self.activation, True)
             mlp = ExpertsSpec(*named, *shape, experts.count or 0, experts)
         has_before, has_after = self.norms_around(layer)
         # Gemma's folders call the norm after attention what Llama's call the one before the MLP
         before_mlp = "pre_feedforward_layernorm" if has_after else "post_attention_layernorm"
         return BlockSpec(
-            norm("attention_norm", "input_layernorm", has_before),
+            self.norm("attention_norm", "input_layernorm") if has_before else None,
             self._attention(layer),
-            norm("mlp_norm", before_mlp, has_before),
+            self.norm("mlp_norm", before_mlp) if has_before and self.norms != "shared" else None,
             mlp,
             self.multipliers.residual,
-            norm("attention_out_norm", "post_attention_layernorm", has_after),
-            norm("mlp_out_norm", "post_feedforward_layernorm", has_after),
+            self.norm("attention_out_norm", "post_attention_layernorm") if has_after else None,
+            self.norm("mlp_out_norm", "post_feedforward_layernorm") if has_after else None,
+            self.norms in ("parallel", "shared"),
         )
+
+    def norm(self, name: str, folder: str) -> Norm:
+        """Return a norm of the residual stream."""
+        each = self.channels, self.norm_eps, self.norm_plus_one, self.norm_form
+        return Norm(name, folder, *each)
 
     def _attention(self, layer: int) -> AttentionSpec:
         theta, scaling, context = self.rope_theta, self.rope_scaling, self.context
@@ -242,10 +248,13 @@ class GPTConfig(mixers.MixerKeys):
         if experts.count is not None and (self.channels % 8 or self.expert_ffn % 8):
             sizes = f"model.channels={self.channels} model.experts.ffn={self.expert_ffn}"
             yield f"{sizes}: the grouped products of experts take multiples of 8"
+        if self.activation == "gelu" and self.mlp_gate:
+            yield "model.activation=gelu: give model.mlp_gate=false, or activation=gelu_tanh"
         # They would be ignored in layers with experts
-        if experts.count is not None and (self.mlp_bias or self.activation != "silu"):
-            given = "mlp_bias=true" if self.mlp_bias else f"activation={self.activation}"
-            yield f"model.{given}: experts have silu and model.experts.biased; leave it out"
+        given = {"mlp_bias": False, "activation": "silu", "mlp_gate": True}
+        for name in [x for x, y in given.items() if experts.count and getattr(self, x) != y]:
+            value = str(getattr(self, name)).lower()
+            yield f"model.{name}={value}: experts have a gate, silu and their own biased; leave it out"
         if growth and (len(growth) != 2 or min(growth) <= 0):
             yield f"model.query_growth={growth}: two numbers above 0, [beta,n], or []"
         check_scaling("model.rope_scaling", self.rope_scaling, rotated, self.context)
@@ -262,7 +271,8 @@ class GPTConfig(mixers.MixerKeys):
     def parameters(self) -> int:
         """Return the trainable parameters, a tied embedding once."""
         blocks = sum(n * block.parameters for block, n in self.kinds)
-        return self._embedding() * (1 if self.tied else 2) + blocks + self.channels
+        last = self.norm("norm", "norm").parameters
+        return self._embedding() * (1 if self.tied else 2) + blocks + last
 
     @cached_property
     def frozen_matrices(self) -> list[tuple[int, int]]:

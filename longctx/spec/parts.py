@@ -160,15 +160,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Norm(Part):
-    """An RMSNorm of the residual stream or of what a branch adds to it."""
+    """A norm of the residual stream or of what a branch adds to it."""
 
     eps: float
-    plus_one: bool = False
+    plus_one: bool
+    form: str  # rms | layer | centered, which is a LayerNorm without bias
     module = "longctx.model.layers.StreamNorm"
 
     @property
     def vectors(self) -> tuple[tuple[str, int], ...]:
-        return (("weight", self.size),)
+        names = ("weight", "bias") if self.form == "layer" else ("weight",)
+        return tuple((name, self.size) for name in names)
 
 
 class RopeSpec(NamedTuple):
@@ -245,29 +247,34 @@ class AttentionSpec(Part):
 
 @dataclass(frozen=True)
 class FeedForward(Part):
-    """SwiGLU, or the same with another activation, with a fused projection of gate and up."""
+    """SwiGLU, or the same with another activation, with a fused projection of gate and up; or an
+    MLP without gate, whose first projection has the same name, of which LoRA's targets are made.
+    """
 
     inner: int
     has_bias: bool
-    activation: str  # silu | gelu_tanh
-    module = "longctx.model.layers.SwiGLU"
+    activation: str  # silu | gelu_tanh; gelu without gate
+    has_gate: bool
+    module = "longctx.model.layers.MLP"
 
     @cached_property
     def linears(self) -> tuple[LinearSpec, ...]:
         C, F = self.size, self.inner
+        projections = ("gate_proj", "up_proj") if self.has_gate else ("up_proj",)
+        first = projections, (F,) * len(projections), C, self.has_bias
         return (
-            LinearSpec("gate_up", ("gate_proj", "up_proj"), (F, F), C, self.has_bias),
+            LinearSpec("gate_up", *first),
             LinearSpec("down", ("down_proj",), (C,), F, self.has_bias, into_residual=True),
         )
 
     @property
     def moved(self) -> int:
-        """Width of what the elementwise kernels move."""
-        return self.inner
+        """Width of what the elementwise kernels of SwiGLU would move in the same time."""
+        return self.inner if self.has_gate else 5 * self.inner // 9
 
     def saved(self, p: Pass) -> int:
         """Return the bytes saved for backward: gate and up, and their product unless fused."""
-        inner = (2 if p.is_fused else 3) * self.inner
+        inner = (2 if p.is_fused or not self.has_gate else 3) * self.inner
         weights = sum(linear.weights for linear in self.linears)
         return p.activation * inner * p.tokens + p.weight_copy * weights
 
@@ -276,8 +283,9 @@ class FeedForward(Part):
         # The gradient of their product is still there then, with LoRA on the down projection in two
         # tensors. Fused, the product itself is too, and the down projection has no gradient yet but
         # has given up its copy in 16 bits; else the other way round.
-        tensors = 4 if p.is_fused else 2 + ("down" in p.adapted)
-        down = -p.weight_copy if p.is_fused else p.gradient
+        is_fused = p.is_fused and self.has_gate
+        tensors = 4 if is_fused else 2 + ("down" in p.adapted)
+        down = -p.weight_copy if is_fused else p.gradient
         inner = p.activation * tensors * self.inner * p.tokens
         unpacked = p.unpacked * self.linears[0].weights
         return inner + down * self.size * self.inner + unpacked
@@ -285,12 +293,17 @@ class FeedForward(Part):
     def forward(self, p: Pass) -> int:
         """Return the bytes alive in a forward without gradients, uncompiled."""
         tensors = 6 if "gate_up" in p.adapted else 3 if p.is_fused else 4
+        tensors = tensors if self.has_gate else 2 + ("gate_up" in p.adapted)
         return p.activation * tensors * self.inner * p.tile + p.unpacked * self.linears[0].weights
 
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)); norms may be missing."""
+    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)); norms may be missing.
+
+    If it `is_parallel`, it is x + attention(norm(x)) + mlp(norm(x)), and without an `mlp_norm` that
+    before attention serves both.
+    """
 
     attention_norm: Norm | None
     attention: AttentionSpec
@@ -300,6 +313,12 @@ class BlockSpec:
     # of what attention and MLP add to the residual stream, if it is normalized
     attention_out_norm: Norm | None = None
     mlp_out_norm: Norm | None = None
+    is_parallel: bool = False
+
+    @property
+    def shares_norm(self) -> bool:
+        """Return True if attention and MLP have one input."""
+        return self.is_parallel and self.mlp_norm is None
 
     def parts(self) -> tuple[Part, ...]:
         """Return the parts in the order in which they compute."""

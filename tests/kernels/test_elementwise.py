@@ -15,7 +15,7 @@ from longctx.kernels.elementwise.rms_norm import add_and_norm, rms_norm, rms_nor
 from longctx.kernels.elementwise.rotary import rope, rope_backward, rotated
 from longctx.kernels.elementwise.swiglu import gated_down, swiglu, swiglu_backward
 from longctx.model import GPT
-from longctx.model.layers import Block, Linear, SwiGLU
+from longctx.model.layers import MLP, Block, Linear
 from longctx.model.rope import Rope, rotate
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import RopeSpec
@@ -145,7 +145,7 @@ def test_swiglu_with_the_down_projection(bias, with_output):
 def test_layer_is_the_formula_and_saves_no_activation(activation):
     dtype, sizes = torch.float32 if DEVICE == "cpu" else torch.bfloat16, []
     config = GPTConfig(channels=16, ffn=24, activation=activation)
-    layer = SwiGLU(config.block(0).mlp).to(DEVICE, dtype)
+    layer = MLP(config.block(0).mlp).to(DEVICE, dtype)
     x = inputs(3, 11, 16).to(dtype)
     noted = lambda t: sizes.append(t.numel()) or t  # noqa: E731
     with torch.autograd.graph.saved_tensors_hooks(noted, lambda t: t):
@@ -157,7 +157,7 @@ def test_layer_is_the_formula_and_saves_no_activation(activation):
 
 
 def test_swiglu_compiles_with_weights_cast_by_autocast():
-    layer, x = SwiGLU(GPTConfig(channels=16, ffn=24).block(0).mlp).to(DEVICE), inputs(3, 11, 16)
+    layer, x = MLP(GPTConfig(channels=16, ffn=24).block(0).mlp).to(DEVICE), inputs(3, 11, 16)
     grads = []
     for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
         layer.zero_grad()

@@ -3,6 +3,7 @@ trained, and decoding, memory and checkpoints follow.
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,14 @@ def make(config: GPTConfig, attention: str = "flash", memory: str = "fast") -> G
     for name, p in model.named_parameters():
         if "norm" in name:
             torch.nn.init.normal_(p, mean=1.0, std=0.2)
-        if "sinks" in name:
+        if "sinks" in name or name.endswith(".bias"):
             torch.nn.init.normal_(p)
         if "correction" in name:
             torch.nn.init.normal_(p, std=0.3)
     return model
+
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 def rms(x: Tensor, weight: Any) -> Tensor:
@@ -71,13 +75,22 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
     c = model.config
     one = c.norm_plus_one
     w = {name: p + 1 if one and "norm" in name else p for name, p in model.named_parameters()}
+    w |= {name: p for name, p in model.named_parameters() if name.endswith(".bias")}
+
+    def norm(x: Tensor, of: dict[str, Tensor], name: str) -> Tensor:
+        """Return a norm of the residual stream, or x if the model has none of the `name`."""
+        if f"{name}.weight" not in of:
+            return x
+        x = x if c.norm_form == "rms" else x - x.mean(-1, keepdim=True)
+        return rms(x, of[f"{name}.weight"]) + of.get(f"{name}.bias", 0)
+
     T, D = len(tokens), c.head_size
     place = torch.arange(T)
     positions = place - (documents[:, None] > documents).sum(1)
     x = w["embed.weight"][tokens] * c.multipliers.embedding
     for n in range(c.layers):
         of = {name.removeprefix(f"blocks.{n}."): p for name, p in w.items()}
-        normed = x if c.norms == "post" else rms(x, of["attention_norm.weight"])
+        before, normed = x, norm(x, of, "attention_norm")
         qkv = normed @ of["attention.qkv.weight"].T
         widths = c.heads * D, c.kv_heads * D, c.kv_heads * D
         q, k, v = (
@@ -110,20 +123,20 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
             gate = (normed @ of["attention.gate.weight"].T).view(T, c.heads, -1)
             out = out * gate.sigmoid()
         branch = out.reshape(T, -1) @ of["attention.out.weight"].T
-        if c.norms != "pre":
-            branch = rms(branch, of["attention_out_norm.weight"])
+        branch = norm(branch, of, "attention_out_norm")
         x = x + branch * c.multipliers.residual
-        normed = x if c.norms == "post" else rms(x, of["mlp_norm.weight"])
+        if c.norms != "shared":
+            normed = norm(before if c.norms == "parallel" else x, of, "mlp_norm")
         if c.has_experts(n):
             branch = routed(normed, of, c.experts)
         else:
-            gate, up = (normed @ of["mlp.gate_up.weight"].T).chunk(2, -1)
-            gate = F.silu(gate) if c.activation == "silu" else F.gelu(gate, approximate="tanh")
-            branch = (gate * up) @ of["mlp.down.weight"].T
-        if c.norms != "pre":
-            branch = rms(branch, of["mlp_out_norm.weight"])
+            inner = normed @ of["mlp.gate_up.weight"].T + of.get("mlp.gate_up.bias", 0)
+            gate, up = inner.chunk(2, -1) if c.mlp_gate else (inner, 1)
+            inner = ACTIVATIONS[c.activation](gate) * up
+            branch = inner @ of["mlp.down.weight"].T + of.get("mlp.down.bias", 0)
+        branch = norm(branch, of, "mlp_out_norm")
         x = x + branch * c.multipliers.residual
-    z = rms(x, w["norm.weight"]) @ w["embed.weight"].T * c.multipliers.logits
+    z = norm(x, w, "norm") @ w["embed.weight"].T * c.multipliers.logits
     cap = c.multipliers.logit_softcap
     return z if cap is None else cap * torch.tanh(z / cap)
 

@@ -173,7 +173,7 @@ class MixerKeys(Group):
         """Return True if `layer` has norms before its branches, and if it has norms after them."""
         mixed = "post" if self.mixer_of(layer) == SOFTMAX else "pre"
         norms = mixed if self.norms == "mixed" else self.norms
-        return norms != "post", norms != "pre"
+        return norms != "post", norms in ("post", "sandwich")
 
     def problems(self) -> Iterator[str]:
         """Yield a message for layers or options that no mixer has."""
