@@ -16,13 +16,11 @@ from typing import Any
 
 from longctx.config.fields import Group, key
 from longctx.kernels.attention import ALL_SCORES, IMPLEMENTATIONS, Implementation
-from longctx.spec.parts import AttentionSpec, Pass
 
 # attention.options.score=NAME → its score_mod, mask_mod and file, see `register_score`
 SCORES: dict[str, Any] = {"none": (None, None, None)}
 SCORED = {"score": SCORES}
 # Kernel, with `_on_ampere` for its rates there → head size → shares of the chip's peak
-Rates = Mapping[str, Mapping[str, tuple[float, float]]]
 RATES = tomllib.loads(Path(__file__).with_name("rates.toml").read_text(encoding="utf-8"))
 ALL = ("out", "dq", "dk", "dv")
 # What a backend lacks without a part of `Scores`, if not the part itself
@@ -55,7 +53,9 @@ class Description:
     # one machine; the kernel lock of a run holds their hashes
     reproducible: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Such as {"fused": {"64": (0.3, 0.3)}}: shares of the peak; default: torch's fused kernels
-    rates: Rates = field(default_factory=lambda: RATES["sdpa"])
+    rates: Mapping[str, Mapping[str, tuple[float, float]]] = field(
+        default_factory=lambda: RATES["sdpa"]
+    )
     # Speed on a CPU, as a multiple of sdpa's; attention=auto compares it there. Of ours: training's
     # passes of 512 to 4,096 tokens, causal, packed and windowed, on two cores.
     on_cpu: float = 0.0
@@ -63,25 +63,6 @@ class Description:
     kernels: Mapping[str, Implementation] = field(default_factory=dict)
     # Bytes moved per score, forward and backward, if the (N, T) scores are in memory
     score_bytes: tuple[int, int] | None = None
-
-    def kernel_on(self, generation: str, part: AttentionSpec, p: Pass) -> str:
-        """Return the kernel that a GPU of this `generation` runs, as rates.toml names it."""
-        if not self.kernels:
-            return "fused"
-        own = self.kernels.get(f"triton-{generation}")
-        is_taken = own is not None and own.takes(p.activation, part.model.head_size)
-        asked = p.options.get("kernel", "auto")
-        return generation if (is_taken if asked == "auto" else asked == generation) else "portable"
-
-    def rates_on(self, generation: str, part: AttentionSpec, p: Pass) -> tuple[float, float]:
-        """Return the shares of the chip's peak that forward and backward reach.
-
-        `generation` is hopper, ampere (and later GPUs with its products), or other.
-        """
-        kernel = self.kernel_on(generation, part, p)
-        rates = self.rates.get(f"{kernel}_on_{generation}", self.rates[kernel])
-        sizes = [size for size in rates if part.model.head_size <= int(size)]
-        return rates[(sizes or list(rates)[-1:])[0]]
 
     def lacks(self, parts: frozenset[str]) -> str | None:
         """Return the parts of `Scores` that it lacks, with a backend for them, or None."""

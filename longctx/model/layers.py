@@ -67,6 +67,8 @@ def linears(part: parts.Part) -> list[Linear]:
 class RMSNorm(nn.RMSNorm):
     """x / rms(x) · factor, computed in fp32 and returned in x's dtype."""
 
+    eps: Any
+
     def __init__(self, size: int, eps: float, plus_one: bool = False) -> None:
         super().__init__(size, eps)
         self.plus_one = plus_one
@@ -142,7 +144,6 @@ class SelfAttention(nn.Module):
         eps, plus_one = model.norm_eps, model.norm_plus_one
         norms: list[nn.Module] = [RMSNorm(n, eps, plus_one) for n in part.norms]
         self.q_norm, self.k_norm = norms or [nn.Identity(), nn.Identity()]
-        self.norms_heads = model.qk_norm == "head"
         self.norms_after_rope = model.qk_norm_after_rope
         self.scale, self.softcap = model.attention_scale, model.softcap
         self.sinks = nn.Parameter(torch.zeros(model.heads)) if model.sinks else None
@@ -155,12 +156,10 @@ class SelfAttention(nn.Module):
     def project(
         self, x: Tensor, cos: Tensor, sin: Tensor, growth: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (B, T, H, D), k and v (B, T, Hkv, D) of x (B, T, C); q and k are rotated."""
-        q, k, v = self.rotated(self.qkv(x), cos, sin)
-        return q if growth is None else (q * growth).to(q.dtype), k, v
-
-    def rotated(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v of their projection, normed and rotated."""
+        """Return q (B, T, H, D), k and v (B, T, Hkv, D) of x (B, T, C); q and k are normed and
+        rotated.
+        """
+        qkv = self.qkv(x)
         is_whole = self.rotates and 2 * cos.shape[-1] == self.head_dim
         norms_before = not (self.norms_after_rope or isinstance(self.q_norm, nn.Identity))
         if is_whole and not norms_before and fused(qkv):
@@ -174,14 +173,15 @@ class SelfAttention(nn.Module):
                 q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self.norms_after_rope:
             q, k = self.normed(q, k)
-        return q, k, v
+        return q if growth is None else (q * growth).to(q.dtype), k, v
 
     def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return q (B, T, H, D) and k normed, every head alone or all together."""
-        if self.norms_heads:
-            return self.q_norm(q), self.k_norm(k)
-        q = self.q_norm(q.flatten(2)).unflatten(-1, (-1, self.head_dim))
-        return q, self.k_norm(k.flatten(2)).unflatten(-1, (-1, self.head_dim))
+
+        def normed(x: Tensor, norm: Any) -> Any:
+            return norm(x.flatten(2).unflatten(2, (-1, *norm.normalized_shape))).reshape(x.shape)
+
+        return normed(q, self.q_norm), normed(k, self.k_norm)
 
     @property
     def reads_input(self) -> bool:
@@ -203,11 +203,8 @@ class SelfAttention(nn.Module):
         return self.attend(q, k, v, mask, self.scores)
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
+ACTIVATIONS: dict[str, Any] = {"silu": F.silu, "gelu": F.gelu}
+ACTIVATIONS |= {"gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 class MLP(nn.Module):
@@ -229,7 +226,8 @@ class MLP(nn.Module):
         activate = ACTIVATIONS[self.activation]
         if not self.has_gate:
             return down(activate(gate_up))
-        if fused(gate_up) and type(down) is Linear:
+        is_fused = down.product is linear or hasattr(down.product, "gated_down")
+        if fused(gate_up) and type(down) is Linear and is_fused:
             gated_down = swiglu.gated_down if down.product is linear else down.product.gated_down
             weights = down.weight, down.bias
             return gated_down(gate_up, *weights, needs_value, self.activation)
@@ -278,9 +276,7 @@ class Block(nn.Module):
         """Return q, k and v of the block's input, or the tensors that its mixer takes."""
         return self.attention.project(self.attention_norm(x), *angles)
 
-    def after(
-        self, x: Tensor, out: Tensor, needs_value: bool = True, normed: Tensor | None = None
-    ) -> Tensor:
+    def after(self, x: Tensor, out: Tensor, needs_value: bool = True, normed: Any = None) -> Tensor:
         """The block's output, from its input and attention's output (B, T, H, D)."""
         # A gate, or an MLP with the same norm, needs the `normed` input, made again if it is
         # missing: no recomputation saves it.
@@ -292,7 +288,6 @@ class Block(nn.Module):
             x = x + branch
         else:
             x, normed = self.mlp_norm.add_and_norm(x, branch)
-        assert normed is not None
         branch = self.mlp_out_norm(self.mlp(normed, needs_value or self.always_needs_value))
         return x + self.scaled(branch)
 

@@ -74,7 +74,7 @@ def add(model: GPT, config: LoraConfig) -> GPT:
         if config.base is not None and packs:
             frozen.weight = packed.parameter(frozen.weight)
             if getattr(frozen, "experts", 1) == 1:
-                frozen = packed.PackedLinear.like(frozen, packed.linear)
+                frozen = Linear.like(frozen, packed.linear)
                 block.set_submodule(path, frozen)
         if target in config.targets:
             added = LoraLinear(frozen, config.rank, config.factor)

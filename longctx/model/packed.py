@@ -22,10 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longctx.kernels import linear as plain_linear
-from longctx.model.layers import Linear
-from longctx.spec.parts import NF4_BLOCK, packed_width
+from longctx.spec.parts import NF4_BLOCK as BLOCK
+from longctx.spec.parts import packed_width
 
-BLOCK = NF4_BLOCK
 RANGE = 8  # bytes of two fp32 numbers
 LEAST = 1e-30  # step of a row of zeros
 
@@ -108,10 +107,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x = x.to(torch.get_autocast_dtype(x.device.type))
     y = _PackedProduct.apply(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
     return y if bias is None else y + bias.to(y.dtype)
-
-
-class PackedLinear(Linear):
-    """A linear layer with a packed weight, and the product above."""
 
 
 def parameter(weight: Tensor) -> nn.Parameter:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -90,7 +90,7 @@ class _Tape:
     def __post_init__(self) -> None:
         self.tile = self.memory.mlp_tile or 0  # tokens; 0: all
         self.every = self.memory.keep_every or 1
-        self.surroundings = _Surroundings(self.device.type)
+        self.surroundings = _surroundings(self.device.type)
         # Short windows cost least
         order = sorted(range(len(self.masks)), key=lambda i: self.masks[i].window or math.inf)
         self.attends_again = order[: round((self.memory.attention_again or 0.0) * len(order))]
@@ -205,7 +205,7 @@ class _Block(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tape: _Tape, i: int, *weights: Tensor) -> Tensor:
         ctx.tape, ctx.i, ctx.weights = tape, i, weights
-        with tape.surroundings.restored():
+        with tape.surroundings():
             out, lse = tape.attend(i, x)
             y = tape.after(i, x, out)
         tape.save(i, x, out, lse)
@@ -219,7 +219,7 @@ class _Block(torch.autograd.Function):
         if i and not tape.reads_host:
             tape.saved[i - 1].prefetch()
         sums = _Sums(tape.blocks[i], ctx.weights)
-        with tape.surroundings.restored():
+        with tape.surroundings():
             x = tape.input(i)
             # The block below begins at the last input that was saved
             ahead = tape.blocks[i - 1 - (i - 1) % tape.every].away if i else None
@@ -399,22 +399,21 @@ class _Sums:
         ]
 
 
-class _Surroundings:
-    """Autocast and the balance of experts as they were in the forward pass, for a backward that
-    runs parts of it again.
+def _surroundings(device: str) -> Callable[[], AbstractContextManager[None]]:
+    """Return what restores autocast and the balance of experts of now, the forward pass, for a
+    backward that runs parts of it again.
     """
-
-    def __init__(self, device: str) -> None:
-        dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        # no cache: a weight cast while gradients were off would be taken for one whose gradient is
-        # wanted
-        self.autocast = partial(torch.autocast, device, dtype, enabled, cache_enabled=False)
-        self.balance = running()
+    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    balance = running()
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        with self.autocast(), balancing(self.balance):
+    def restored() -> Iterator[None]:
+        # no cache: a weight cast while gradients were off would be taken for one whose gradient is
+        # wanted
+        with torch.autocast(device, dtype, enabled, cache_enabled=False), balancing(balance):
             yield
+
+    return restored
 
 
 def _arriving_tiles(

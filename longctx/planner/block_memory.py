@@ -196,13 +196,23 @@ def attention_workspace(part: AttentionSpec, p: Pass) -> float:
         return each * heads * p.tokens * p.keys
     lse_and_delta = 2 * FP32 * heads
     if p.backend.kernels:  # as if every GPU were a Hopper: on others it may be a sum of dq too much
-        is_summed = p.on_gpu and p.backend.kernel_on("hopper", part, p) == "hopper"
+        is_summed = p.on_gpu and kernel_on("hopper", part, p) == "hopper"
         sums_of_dq = FP32 * heads * hopper_size(part.model.head_size) if is_summed else 0
         return lse_and_delta * p.tokens + sums_of_dq * p.tokens / p.head_parts
     again = e * q if p.recompute == "block" else 0
     # dk and dv of every query head, before they are summed
     repeated = 2 * e * q if heads != part.model.kv_heads else 0
     return (lse_and_delta + FP32 * q + repeated + again) * p.tokens
+
+
+def kernel_on(generation: str, part: AttentionSpec, p: Pass) -> str:
+    """Return the kernel that a GPU of this `generation` runs, as rates.toml names it."""
+    if not p.backend.kernels:
+        return "fused"
+    own = p.backend.kernels.get(f"triton-{generation}")
+    is_taken = own is not None and own.takes(p.activation, part.model.head_size)
+    asked = p.options.get("kernel", "auto")
+    return generation if (is_taken if asked == "auto" else asked == generation) else "portable"
 
 
 def weights_after(block: BlockSpec) -> int:

@@ -98,7 +98,7 @@ class _Step:
         self.sharded, self.slices = workload.sharing.shards_weights, workload.slices
         # LoRA: these are trained, in fp32, and the model's own weights are frozen
         self.added = workload.added
-        self.trained = self.added or workload.parameters
+        self.trained = self.added or workload.model.parameters()
         # Bytes of the gradient of one of the model's own weights, and of its copy in 16 bits
         self.gradient, self.copy = self.through.gradient, self.through.weight_copy
         self.norms_fused = workload.uses_kernels and self.model.norm_form == "rms"
@@ -277,7 +277,7 @@ class _Step:
         """Bytes of all weights: fp32 master copies; frozen ones as used, or packed."""
         if self.added:
             return self.workload.lora.frozen_bytes(self.model, self.e) + FP32 * self.added
-        return FP32 * self.workload.parameters
+        return FP32 * self.workload.model.parameters()
 
     def saved(self) -> float:
         """Return the bytes of a checkpoint that this process writes."""
@@ -304,7 +304,7 @@ class _Step:
         if ranks == 1:
             return 0.0
         heads, q, kv = attention.model.kv_heads, attention.query_size, attention.key_size
-        if self.workload.exchanges_halo(window):
+        if exchanges_halo(self.workload, window):
             keys = self.N + self.B * ((window or 1) - 1)
             return 4.0 * self.e * kv * keys  # k and v with the neighbour's, dk and dv
         parts = self.workload.head_parts
@@ -386,6 +386,14 @@ def _sum(*parts: Terms) -> Terms:
     return total
 
 
+def exchanges_halo(workload: Workload, window: int | None) -> bool:
+    """Return True if a layer of this `window` needs only the end of the rank before."""
+    # The backend must take the free intervals that result
+    fits = window is not None and window - 1 <= -(-workload.seq_len // workload.context)
+    backend = workload.attention.of_window(window).description
+    return workload.context > 1 and fits and backend.takes_intervals
+
+
 def frozen_bytes(workload: Workload, block: BlockSpec) -> int:
     """Return the bytes of the matrices of a block that trains no more than LoRA's additions."""
     base, e = workload.lora.base, workload.activation_bytes
@@ -417,7 +425,7 @@ def trained_weights(workload: Workload) -> tuple[int, int]:
     if workload.added:
         return 0, workload.added
     matrices = sum(block.weights * count for block, count in workload.model.kinds)
-    return matrices, workload.parameters - matrices
+    return matrices, workload.model.parameters() - matrices
 
 
 def optimizer_state(workload: Workload) -> tuple[float, float]:

@@ -24,17 +24,19 @@ from math import ceil
 
 from longctx.config.layout_config import kv_copies
 from longctx.model.mixers.description import MixerSpec
+from longctx.planner.block_memory import kernel_on
 from longctx.planner.peak_memory import (
     KEPT,
     OPTIMIZER,
     attends_again,
+    exchanges_halo,
     frozen_on_host,
     optimizer_state,
     predict,
     trained_weights,
 )
 from longctx.spec.hardware import Chip
-from longctx.spec.parts import FP32, BlockSpec
+from longctx.spec.parts import FP32, AttentionSpec, BlockSpec, Pass
 from longctx.spec.step import Workload
 
 LINK = 55e9  # bytes per second between a GPU and pinned memory
@@ -207,11 +209,23 @@ def attention_of_layers(workload: Workload, layers: list[int], chip: Chip) -> fl
         moved = forward * (1 + runs_again) + backward
         moved *= calls * length**2 * heads * (1.0 if is_fused else EAGER)
         return moved / (STREAM * chip.bandwidth)
-    forward_rate, backward_rate = description.rates_on(chip.generation, part, passing)
+    forward_rate, backward_rate = rates_on(chip.generation, part, passing)
     flops = 4 * pairs_of_row(workload, layers) * heads * part.model.head_size
     if workload.context > 1 and workload.context_method == "allgather":
         flops *= IMBALANCE
     return flops * ((1 + runs_again) / forward_rate + 2.5 / backward_rate) / chip.flops
+
+
+def rates_on(generation: str, part: AttentionSpec, p: Pass) -> tuple[float, float]:
+    """Return the shares of a chip's peak that forward and backward of attention reach.
+
+    `generation` is hopper, ampere (and later GPUs with its products), or other.
+    """
+    rates, kernel = p.backend.rates, kernel_on(generation, part, p)
+    rates = rates.get(f"{kernel}_on_{generation}", rates[kernel])
+    sizes = [size for size in rates if part.model.head_size <= int(size)]
+    found: tuple[float, float] = rates[(sizes or list(rates)[-1:])[0]]
+    return found
 
 
 def mixer_seconds(workload: Workload, chip: Chip) -> float:
@@ -254,7 +268,7 @@ def _exchange_of_layer(workload: Workload, window: int | None, chip: Chip) -> fl
     e, rows = workload.activation_bytes, workload.batch_size
     n = ceil(workload.seq_len / ranks)
     q, kv = model.heads * model.head_size, 2 * model.kv_heads * model.head_size
-    if workload.exchanges_halo(window):
+    if exchanges_halo(workload, window):
         # keys and values, again in backward, and their gradients back
         assert window is not None
         sent = 3 * e * kv * (window - 1) * rows
@@ -306,7 +320,7 @@ def waiting_for_weights(workload: Workload, chip: Chip, compute: float) -> float
     outside = int(model.vocab_size or 0) * model.channels * (1 if model.tied else 2)
     trained, trained_outside = workload.added, 0
     if not trained:
-        trained, trained_outside = workload.parameters - outside, outside
+        trained, trained_outside = model.parameters() - outside, outside
 
     def shared(size: float, pieces: int) -> float:
         return ring(size, pieces, workload.devices, workload, chip)

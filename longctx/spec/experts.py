@@ -72,7 +72,7 @@ class ExpertsSpec(FeedForward):
     def dense(self) -> FeedForward | None:
         """The shared experts, which are one."""
         inner = self.keys.shared * self.inner
-        of = ("shared", "shared_experts", self.size, inner, False, self.activation, True)
+        of = ("shared", "shared_experts", self.size, inner, False, self.activation)
         return FeedForward(*of) if inner else None
 
     @property

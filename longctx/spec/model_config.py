@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
 
@@ -149,9 +150,9 @@ class GPTConfig(mixers.MixerKeys):
     def block(self, layer: int) -> BlockSpec:
         """Return the parts of block `layer`, the first is 0."""
         named, experts = ("mlp", "mlp", self.channels), self.experts
-        mlp = FeedForward(*named, self.ffn, self.mlp_bias, self.activation, self.mlp_gate)
+        mlp = FeedForward(*named, self.ffn, self.mlp_bias, self.activation, has_gate=self.mlp_gate)
         if self.has_experts(layer):
-            shape = (self.expert_ffn, experts.biased, self.activation, True)
+            shape = (self.expert_ffn, experts.biased, self.activation)
             mlp = ExpertsSpec(*named, *shape, experts.count or 0, experts)
         has_before, has_after = self.norms_around(layer)
         # Gemma's folders call the norm after attention what Llama's call the one before the MLP
@@ -227,10 +228,9 @@ class GPTConfig(mixers.MixerKeys):
             possible = ", ".join(map(str, divisors(self.heads)))
             heads = f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}"
             yield f"{heads}; kv_heads can be {possible}"
-        names = "nope_layers", "window_layers", "experts.dense_layers"
-        lists = self.nope_layers, self.window_layers or [], experts.dense_layers
         # Another layer would be ignored without a word
-        for name, layers in zip(names, lists, strict=True):
+        for name in ("nope_layers", "window_layers", "experts.dense_layers"):
+            layers = attrgetter(name)(self) or []
             if list(layers) != sorted(set(layers).intersection(range(self.layers))):
                 last = self.layers - 1
                 yield f"model.{name}={list(layers)}: layers from 0 to {last}, each once, in order"
@@ -251,10 +251,10 @@ class GPTConfig(mixers.MixerKeys):
         if self.activation == "gelu" and self.mlp_gate:
             yield "model.activation=gelu: give model.mlp_gate=false, or activation=gelu_tanh"
         # They would be ignored in layers with experts
-        given = {"mlp_bias": False, "activation": "silu", "mlp_gate": True}
-        for name in [x for x, y in given.items() if experts.count and getattr(self, x) != y]:
+        usual = {"mlp_bias": False, "activation": "silu", "mlp_gate": True}
+        for name in [x for x, y in usual.items() if experts.count and getattr(self, x) != y]:
             value = str(getattr(self, name)).lower()
-            yield f"model.{name}={value}: experts have a gate, silu and their own biased; leave it out"
+            yield f"model.{name}={value}: experts have silu, a gate, and experts.biased; leave it"
         if growth and (len(growth) != 2 or min(growth) <= 0):
             yield f"model.query_growth={growth}: two numbers above 0, [beta,n], or []"
         check_scaling("model.rope_scaling", self.rope_scaling, rotated, self.context)
@@ -365,8 +365,8 @@ class LoraConfig:
 
     def frozen_bytes(self, model: GPTConfig, each: int) -> int:
         """Return the bytes of the weights of `model`, with `each` of one that is not packed."""
-        matrices = Counter(model.frozen_matrices if self.base is not None else [])
-        saved = (n * rows * (each * x - packed_width(x)) for (rows, x), n in matrices.items())
+        matrices = model.frozen_matrices if self.base is not None else []
+        saved = (rows * (each * columns - packed_width(columns)) for rows, columns in matrices)
         return each * model.parameters() - sum(saved)
 
     def check_model(self, model: GPTConfig) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -247,14 +247,14 @@ class AttentionSpec(Part):
 
 @dataclass(frozen=True)
 class FeedForward(Part):
-    """SwiGLU, or the same with another activation, with a fused projection of gate and up; or an
-    MLP without gate, whose first projection has the same name, of which LoRA's targets are made.
+    """SwiGLU, or the same with another activation, with a fused projection of gate and up; without
+    gate the projection has that name too, which is a target of LoRA.
     """
 
     inner: int
     has_bias: bool
     activation: str  # silu | gelu_tanh; gelu without gate
-    has_gate: bool
+    has_gate: bool = field(default=True, kw_only=True)
     module = "longctx.model.layers.MLP"
 
     @cached_property
@@ -299,10 +299,8 @@ class FeedForward(Part):
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)); norms may be missing.
-
-    If it `is_parallel`, it is x + attention(norm(x)) + mlp(norm(x)), and without an `mlp_norm` that
-    before attention serves both.
+    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)); norms may be missing. If
+    it `is_parallel`, it is x + attention(norm(x)) + mlp(norm(x)).
     """
 
     attention_norm: Norm | None

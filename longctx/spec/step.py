@@ -97,11 +97,6 @@ class Workload:
         return replace(self, seq_len=seq_len, divisions=(), **sizes)
 
     @cached_property
-    def parameters(self) -> int:
-        """Parameters of the model, without additions of LoRA."""
-        return self.model.parameters()
-
-    @cached_property
     def added(self) -> int:
         """Parameters that LoRA adds and trains alone; 0 without LoRA."""
         return self.lora.parameters(self.model)
@@ -155,13 +150,6 @@ class Workload:
         if ranks == 1 or heads % ranks:
             return -(-heads // (self.memory.heads_at_once or heads))
         return ulysses_parts(heads // ranks, self.batch_size * -(-self.seq_len // ranks))
-
-    def exchanges_halo(self, window: int | None) -> bool:
-        """Return True if a layer of this `window` needs only the end of the rank before."""
-        # The backend must take the free intervals that result
-        fits = window is not None and window - 1 <= -(-self.seq_len // self.context)
-        backend = self.attention.of_window(window).description
-        return self.context > 1 and fits and backend.takes_intervals
 
     def pass_of(
         self, sequences: int, length: int, in_8_bits: bool = False, window: int | None = None

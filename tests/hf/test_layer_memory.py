@@ -60,7 +60,7 @@ def test_layers_take_what_is_predicted(kind, policy, seq_len):
     # of weights, which backward needs if nothing is computed again
     copies = sum(layer.saved.intercept for layer in layers) if policy == "balanced" else 0
     assert _Step(step).saved_by_first[-1] + copies == pytest.approx(saved, rel=0.02)
-    beside = 4 * step.parameters + predicted.gpu[OPTIMIZER] + predicted.gpu[BATCH]
+    beside = 4 * step.model.parameters() + predicted.gpu[OPTIMIZER] + predicted.gpu[BATCH]
     assert predicted.peak - beside == pytest.approx(peak, rel=0.02)
 
 

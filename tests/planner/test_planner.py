@@ -82,7 +82,7 @@ def test_heads_and_outputs_cost_what_they_should():
     chip = hardware.chip("H100")
     times = [step_time.seconds(step, chip) for step in (groups, again)]
     attention = [time.parts["attention"] for time in times if time]
-    forward, backward = saving.attention.description.rates_on(
+    forward, backward = step_time.rates_on(
         "hopper", saving.model.block(0).attention, saving.pass_of(1, 524288)
     )
     more = (2 / forward + 2.5 / backward) / (1 / forward + 2.5 / backward)
