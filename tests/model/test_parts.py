@@ -46,10 +46,8 @@ def make(config: GPTConfig, attention: str = "flash", memory: str = "fast") -> G
     for name, p in model.named_parameters():
         if "norm" in name:
             torch.nn.init.normal_(p, mean=1.0, std=0.2)
-        if "sinks" in name or name.endswith(".bias"):
-            torch.nn.init.normal_(p)
-        if "correction" in name:
-            torch.nn.init.normal_(p, std=0.3)
+        if any(part in name for part in ("sinks", "correction", ".bias")):
+            torch.nn.init.normal_(p, std=0.5)
     return model
 
 
@@ -74,11 +72,9 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
     """Return the logits (T, V) of one sequence, from the weights of `model` by name."""
     c = model.config
     one = c.norm_plus_one
-    w = {name: p + 1 if one and "norm" in name else p for name, p in model.named_parameters()}
-    w |= {name: p for name, p in model.named_parameters() if name.endswith(".bias")}
+    w = {n: p + (one and n.endswith("norm.weight")) for n, p in model.named_parameters()}
 
     def norm(x: Tensor, of: dict[str, Tensor], name: str) -> Tensor:
-        """Return a norm of the residual stream, or x if the model has none of the `name`."""
         if f"{name}.weight" not in of:
             return x
         x = x if c.norm_form == "rms" else x - x.mean(-1, keepdim=True)
