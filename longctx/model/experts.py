@@ -57,7 +57,8 @@ class Experts(nn.Module):
         added = {"weight": nn.Parameter(torch.zeros(part.count), requires_grad=False)}
         self.exact = ("correction",) if keys.router == "sigmoid_bias" else ()
         self.correction = nn.ParameterDict(added) if self.exact else None
-        self.shared = None if part.dense is None else MLP(part.dense)
+        self.groups, self.top_groups = keys.groups, min(keys.groups, keys.top_groups)
+        self.shared = MLP(part.dense) if keys.shared else None
         self.shared_gate = others[-1] if keys.shared_gate else None
 
     def forward(self, x: Tensor, needs_value: bool = True) -> Tensor:
@@ -101,6 +102,12 @@ class Experts(nn.Module):
             scores = logits.to(wide).sigmoid()
             total = scores.sum(-1, keepdim=True)
             chances, ranking = scores / total, scores.detach() + self.correction["weight"]
+        if self.groups > 1:
+            # Only experts of the groups with the largest sums of two scores
+            groups = ranking.unflatten(1, (self.groups, -1))
+            best = groups.topk(2).values.sum(-1).topk(self.top_groups).indices
+            others = torch.ones_like(groups[..., 0]).scatter_(1, best, 0).bool()
+            ranking = groups.masked_fill(others[..., None], -torch.inf).flatten(1)
         balance = running() if self.is_balanced else None
         if balance is not None and chances.requires_grad:
             chances.register_hook(balance.with_own_gradient)

@@ -94,7 +94,8 @@ class Mixer(nn.Module):
     options: the keys of model.mixer_options.NAME, with their defaults
     share: how context=N divides it; "heads": a rank has all tokens of some heads, that is of
         dimension 2 of all `tensors` and of `out`, and `batch.own_heads` of weights; None: refused
-    names: weight → its tensor, or tensors, in a layer of a Hugging Face folder, for a family
+    names: weight → its tensor, or tensors, in a layer of a Hugging Face folder, for a family;
+        without it MIXER.NAME.weight, or MIXER.NAME.0.weight and on of a stack
     softmax_calls: calls of softmax attention in one forward
     lacks: keys of a model that it would ignore
     reads_input: True if `branch` takes the normed input x

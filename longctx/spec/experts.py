@@ -34,6 +34,8 @@ class ExpertsConfig(Group):
     per_token: int = positive(2, "experts that compute each token", limit=4096, needs="count")
     ffn: int | None = positive(None, "inner width; null: model.ffn", limit=2**20, needs="count")
     dense_layers: list[int] = key([], between=(0, 4095), needs="count")
+    groups: int = positive(1, "of experts, in a row", limit=4096, needs="count")
+    top_groups: int = positive(1, "whose experts a token can have", limit=4096, needs="count")
     router: str = key("softmax", choices=("softmax", "sigmoid_bias"), needs="count")
     shared: int = key(0, between=(0, 4096), needs="count")
     shared_gate: bool = key(False, "shared sum times σ(w·input), as in Qwen3-Next", needs="shared")
@@ -57,7 +59,7 @@ class ExpertsSpec(FeedForward):
         C, F, E, k, bias = self.size, self.inner, self.count, self.keys.per_token, self.has_bias
         gate_up = tuple(f"experts.{n}.{x}_proj" for n in range(E) for x in ("gate", "up"))
         down = tuple(f"experts.{n}.down_proj" for n in range(E))
-        dense = self.dense.linears if self.dense else ()
+        dense = self.dense.linears if self.keys.shared else ()
         shared = [(x, tuple(f"shared_experts.{name}" for name in x.tensors)) for x in dense]
         gate = LinearSpec("shared_gate", ("shared_expert_gate",), (1,), C, False, packs=False)
         return (
@@ -69,11 +71,10 @@ class ExpertsSpec(FeedForward):
         )
 
     @cached_property
-    def dense(self) -> FeedForward | None:
-        """The shared experts, which are one."""
-        inner = self.keys.shared * self.inner
-        of = ("shared", "shared_experts", self.size, inner, False, self.activation)
-        return FeedForward(*of) if inner else None
+    def dense(self) -> FeedForward:
+        """The shared experts, which are one, 0 wide without any."""
+        inner, names = self.keys.shared * self.inner, ("shared", "shared_experts")
+        return FeedForward(*names, self.size, inner, False, self.activation)
 
     @property
     def vectors(self) -> tuple[tuple[str, int], ...]:
@@ -94,7 +95,7 @@ class ExpertsSpec(FeedForward):
         pairs = self.keys.per_token * p.activation * 2 * self.inner
         copy = p.weight_copy * self.linears[0].weights
         pairs += p.activation * (self.size + 2) * self.keys.shared_gate  # that a gate multiplies
-        return (pairs + routing) * p.tokens + copy + (self.dense.saved(p) if self.dense else 0)
+        return (pairs + routing) * p.tokens + copy + self.dense.saved(p)
 
     def backward(self, p: Pass) -> int:
         """Return the bytes alive at the peak of its backward, next to what it saved."""
@@ -115,7 +116,7 @@ class ExpertsSpec(FeedForward):
             self.product(p, pairs, 2 * F, C, gate_up) + gradients,
             pairs * (2 * C + ("gate_up" in p.adapted) * 2 * F) + gradients,
             # Shared experts are before or after all that
-            self.dense.backward(p) if self.dense else 0,
+            self.dense.backward(p),
         )
         return max(moments) + p.gradient * sum(shared)
 
@@ -137,4 +138,4 @@ class ExpertsSpec(FeedForward):
             pairs * (2 * F + 2 * C + max(C // k, ("down" in adapted) * F)),
         )
         routed = max(moments) + (FP32 * 2 * self.count + k * OF_CHOSEN) * p.tile
-        return max(routed, self.dense.forward(p) if self.dense else 0)
+        return max(routed, self.dense.forward(p))

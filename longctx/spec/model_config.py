@@ -242,9 +242,11 @@ class GPTConfig(mixers.MixerKeys):
             given = f"model.head_dim={self.head_size} model.rotary_share={self.rotary_share}"
             channels = f"a head has {self.head_size} channels and {rotated} of them rotate"
             yield f"{given}: {channels}; both must be even numbers of at least 2"
-        if experts.count is not None and experts.per_token > experts.count:
-            limit = f"more than model.experts.count={experts.count}; give at most that"
-            yield f"model.experts.per_token={experts.per_token}: {limit}"
+        groups, count = experts.groups, experts.count or 0
+        allowed = count // groups * min(groups, experts.top_groups)
+        if count and (experts.per_token > allowed or count % groups or count < 2 * groups):
+            given = f"model.experts.count={count} per_token={experts.per_token} groups={groups}"
+            yield f"{given}: a token has at most {allowed}; groups are equal, of 2 or more"
         if experts.count is not None and (self.channels % 8 or self.expert_ffn % 8):
             sizes = f"model.channels={self.channels} model.experts.ffn={self.expert_ffn}"
             yield f"{sizes}: the grouped products of experts take multiples of 8"

@@ -67,7 +67,8 @@ class Family:
     full_every: without layer_types every n-th layer has no window: n, or its key of config.json.
     full_nope: "always", or "with sliding_window": layers without a window have no positions then.
     thetas: base of the rotary frequencies in full layers, and in those with a window.
-    dense: key of config.json: the number of layers without experts, which are the first.
+    dense: key of config.json: the number of layers without experts, which are the first, or
+        "dense" for each; by default it is the first.
     further: what its folders have to predict further tokens, and is left out: "mtp", tensors of
         that name, or "layers" behind the last one.
     keys: other keys of config.json that it reads.
@@ -218,7 +219,11 @@ class Family:
         values["window"] = source.size("sliding_window") if windowed else None
         values["window_layers"] = None if len(windowed) in (0, layers) else windowed
         if self.dense:
-            values["experts.dense_layers"] = list(range(min(source[self.dense], layers)))
+            kinds = source.get(self.dense)
+            kinds = 1 if kinds is None else kinds
+            kinds = ["dense"] * min(kinds, layers) if isinstance(kinds, int) else kinds
+            dense = [n for n, kind in enumerate(kinds) if kind == "dense"]
+            values["experts.dense_layers"] = dense
 
         # Keys such as experts.count are those of a group
         config = GPTConfig()

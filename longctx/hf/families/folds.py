@@ -12,11 +12,12 @@ from longctx.spec.parts import Fold
 @dataclass(frozen=True)
 class Interleaved(Fold):
     """The folder's rotary pairs are channels 2i and 2i + 1, as in GLM-4; here they are half a head
-    apart. Only the first `rotated` channels of each head are paired.
+    apart. Only the channels of each head from `first` on, `rotated` of them, are paired.
     """
 
     head_size: int
     rotated: int
+    first: int = 0
 
     def load(self, tensor: Any) -> Any:
         return self._paired(tensor, (-1, 2))
@@ -26,7 +27,7 @@ class Interleaved(Fold):
 
     def _paired(self, rows: Any, pairs: tuple[int, int]) -> Any:
         moved = rows.clone()
-        heads = moved.unflatten(0, (-1, self.head_size))[:, : self.rotated]
+        heads = moved.unflatten(0, (-1, self.head_size)).narrow(1, self.first, self.rotated)
         heads.copy_(heads.unflatten(1, pairs).transpose(1, 2).flatten(1, 2))
         return moved
 

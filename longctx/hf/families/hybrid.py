@@ -1,9 +1,10 @@
-"""Code of families with layers of another mixer between those of attention. Tables are in
-families.toml, also the tensors that are parts of one: TENSOR.0.weight, TENSOR.1.weight.
+"""Code of families with layers of other mixers. Tables are in families.toml, also the tensors that
+are parts of one: TENSOR.0.weight, TENSOR.1.weight.
 
 In Qwen3.5 and Qwen3-Next q_proj has the queries and the gate of each head. Qwen3-Next has two
 tensors for all that enters the delta rule, sorted by key heads; Granite 4 has one for all of
-Mamba-2. In OLMo-Hybrid norms come after attention, and before the delta rule.
+Mamba-2. In OLMo-Hybrid norms come after attention, and before the delta rule. With latent attention
+a head has channels without positions, then rotary ones in pairs (2i, 2i + 1), which are folded.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import inf, nextafter
 from typing import Any, ClassVar
 
 from longctx.hf.families.config_json import ConfigJson
 from longctx.hf.families.family import FULL, Family
 from longctx.hf.families.features import Qwen2Moe
-from longctx.hf.families.folds import Share
+from longctx.hf.families.folds import Interleaved, Share
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Piece
 
@@ -163,4 +165,41 @@ class OlmoHybrid(HybridFamily):
             if name in first and queries is not None and queries.shape[0] == rows:
                 third = min(rows, total[piece.ours] - first[name])
                 piece = piece._replace(first=first[name], shape=(third, *piece.shape[1:]))
+            yield piece
+
+
+class Latent(Family):
+    """Latent attention in every layer."""
+
+    def read(self, source: ConfigJson) -> GPTConfig:
+        source = source.with_keys(**self.defaults | source)
+        names = "qk_nope_head_dim", "qk_rope_head_dim", "num_attention_heads"
+        size, rotary, heads = map(source.size, names)
+        # As transformers writes them
+        for name, value in {"head_dim": rotary, "num_key_value_heads": heads}.items():
+            source.refuse_unless(name, source.get(name), (value, None))
+        return super().read(source.with_keys(head_dim=size))
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        size, rotary = source.size("qk_nope_head_dim"), source.size("qk_rope_head_dim")
+        ranks = {"kv_rank": source.size("kv_lora_rank"), "value_size": source.size("v_head_dim")}
+        if source.get("q_lora_rank") is not None:
+            ranks["q_rank"] = source.size("q_lora_rank")
+        # The product with the size is rounded down
+        share = rotary / size
+        share = share if int(size * share) == rotary else nextafter(share, inf)
+        return {"mixer_options": {"mla": ranks}, "rotary_share": share}
+
+    def write_rope(self, config: GPTConfig) -> dict[str, Any]:
+        return super().write_rope(replace(config, rotary_share=1.0))
+
+    def tensors(self, config: GPTConfig) -> Iterator[Piece]:
+        ranks, rotary = config.mixer_options["mla"], config.rotary_size
+        firsts = {"kv_a_proj_with_mqa": ranks["kv_rank"]}
+        firsts |= dict.fromkeys(("q_proj", "q_b_proj"), config.head_size)
+        for piece in super().tensors(config):
+            if "q_rank" not in ranks:
+                piece = piece._replace(theirs=piece.theirs.replace("q_a_proj", "q_proj"))
+            if first := firsts.get(piece.theirs.split(".")[-2]):
+                piece = piece._replace(fold=Interleaved(first + rotary, rotary, first))
             yield piece

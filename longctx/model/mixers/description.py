@@ -97,8 +97,11 @@ class MixerSpec(AttentionSpec):
 
     def pieces(self, theirs: str, ours: str) -> Iterator[Piece]:
         for name, shape in self.shapes.items():
-            tensors = self.computed_by.names[name]
-            tensors, rows = rows_of((tensors,)), rows_of(shape)
+            # Families have names for these
+            own, rows = f"{self.mixer}.{name}", rows_of(shape)
+            numbered = tuple(f"{own}.{n}.weight" for n in range(len(rows)))
+            tensors = numbered if len(rows) > 1 else f"{own}.weight"
+            tensors = rows_of((self.computed_by.names.get(name, tensors),))
             rows = rows if len(rows) == len(tensors) else (sum(rows),)
             weight = f"{ours}.{self.name}.{name}{'.weight' if len(shape) == 2 else ''}"
             for n, tensor in enumerate(tensors):

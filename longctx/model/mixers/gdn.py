@@ -23,16 +23,6 @@ class GatedDelta(Recurrent):
     """The gated delta rule; a key head serves several value heads. null, 0: as in the model."""
 
     options = {**dict.fromkeys(Sizes._fields), "norm_eps": 0.0, "negative": False}
-    names = {
-        "qkv": tuple(f"linear_attn.in_proj_{part}.weight" for part in "qkv"),
-        "rates": ("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"),
-        "gate": "linear_attn.in_proj_z.weight",
-        "out": "linear_attn.out_proj.weight",
-        "taps": tuple(f"linear_attn.{part}_conv1d.weight" for part in "qkv"),
-        "norm": "linear_attn.norm.weight",
-        "A_log": "linear_attn.A_log",
-        "dt_bias": "linear_attn.dt_bias",
-    }
     kernel: ClassVar[str] = "ops.gated_delta_rule:chunk_gated_delta_rule"
     activation: ClassVar[str] = "silu"
 

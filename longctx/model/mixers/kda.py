@@ -19,19 +19,6 @@ from longctx.model.recurrent import CHUNK
 class KimiDelta(GatedDelta):
     """The gated delta rule with a decay of each channel; the options are those of `gdn`."""
 
-    names = {
-        **{"qkv": tuple(f"self_attn.{x}_proj.weight" for x in "qkv")},
-        **{"taps": tuple(f"self_attn.{x}_conv1d.weight" for x in "qkv")},
-        "decay_in": "self_attn.f_a_proj.weight",
-        "decay_out": "self_attn.f_b_proj.weight",
-        "strengths": "self_attn.b_proj.weight",
-        "gate_in": "self_attn.g_a_proj.weight",
-        "gate_out": "self_attn.g_b_proj.weight",
-        "out": "self_attn.o_proj.weight",
-        "norm": "self_attn.o_norm.weight",
-        "A_log": "self_attn.A_log",
-        "dt_bias": "self_attn.dt_bias",
-    }
     kernel = "ops.kda:chunk_kda"
     activation = "sigmoid"
 

@@ -10,7 +10,7 @@ normed in each group.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +25,6 @@ class Mamba2(Recurrent):
     """A state space with one decay of each head; null: heads for twice the hidden size."""
 
     options = {"heads": None, "head_size": 64, "state": 128, "groups": 1}
-    # The parts of a tensor have numbers: in_proj is z, x, B, C and δ, conv1d x, B and C
-    names: ClassVar[dict[str, Any]] = {"norm": "mamba.norm.weight", "out": "mamba.out_proj.weight"}
-    names |= {"A_log": "mamba.A_log", "D": "mamba.D", "dt_bias": "mamba.dt_bias"}
-    names |= {"gate": "mamba.in_proj.0.weight", "rates": "mamba.in_proj.4.weight"}
-    names |= {"qkv": tuple(f"mamba.in_proj.{part}.weight" for part in (3, 2, 1))}
-    names |= {"taps": tuple(f"mamba.conv1d.{part}.weight" for part in (2, 1, 0))}
-    names |= {"shift": tuple(f"mamba.conv1d.{part}.bias" for part in (2, 1, 0))}
 
     @classmethod
     def sizes(cls, spec: MixerSpec) -> Sizes:
