@@ -46,9 +46,9 @@ SETTINGS |= OWN
 # What a machine trains in about ten minutes, and the tokens of each run
 USUAL = {
     "cuda": "model.layers=8 model.channels=512 model.heads=8 model.kv_heads=8 model.ffn=1408 "
-    "seq_len=8192 batch_size=4 accumulate=1 val_rows=64",
+    "seq_len=8192 batch_size=4 accumulate=1 val_rows=64 tracker=none",
     "cpu": "model=tiny seq_len=512 batch_size=1 accumulate=1 val_rows=32 data.documents=200 "
-    "data.vocab_size=512",
+    "data.vocab_size=512 tracker=none",
 }
 TOKENS = {"cuda": 2**23, "cpu": 3 * 2**16}
 LENGTHS = {"cuda": (8192, 16384, 32768, 65536), "cpu": ()}
@@ -159,7 +159,7 @@ def trained(words: list[str], texts: list[str], folder: Path, end: float) -> Row
     """Return the figures of a run, its loss by position, and the pass keys that it finds in `texts`
     by length and depth; `failed` says why it has none.
     """
-    own = [f"name={folder.name}", f"runs={folder.parent.absolute()}", "tracker=none"]
+    own = [f"name={folder.name}", f"runs={folder.parent.absolute()}"]
     command, place = [sys.executable, str(ROOT / "train.py"), *words, *own], Path.cwd()
     failed = finished(command, max(0, end - time.monotonic()), place)
     records = [] if failed else metrics_file.read(folder)

@@ -3,8 +3,8 @@ the key and the query.
 
     s_ij = scale · q_i·k_j + log f_{j+1} + ... + log f_i,    f_t = σ(w·x_t + b), of each head
 
-What is constant along a row cancels in the softmax. So this is a bias of each key, minus the sum of
-log f up to it. Keys that are forgotten weigh nothing, and flash leaves them out (2504.06949).
+What is constant in a document cancels in the softmax. So this is a bias of each key, minus the sum
+of log f up to it. Keys that are forgotten weigh nothing, and flash leaves them out (2504.06949).
 """
 
 from __future__ import annotations
@@ -52,8 +52,12 @@ class Fox(Attending):
     def forward(self, *tensors: Any) -> Tensor:
         q, k, v, gates, batch = tensors
         # fp64: in a long row the sums are much larger than the differences that count
-        bias = -self.log_f(gates, batch).double().cumsum(2).float()
-        return self.attended(q, k, v, batch, key_bias=bias)
+        sums = self.log_f(gates, batch).double().cumsum(2)
+        # Each document's from its first token on, or the ones before would round it. A constant
+        # of a document has no gradient.
+        first = torch.arange(batch.length, device=batch.device) - batch.positions
+        before = sums.detach().gather(2, first[:, None].expand_as(sums))
+        return self.attended(q, k, v, batch, key_bias=(before - sums).float())
 
     def naive(self, *tensors: Any) -> Tensor:
         q, k, v, gates, batch = tensors

@@ -46,7 +46,7 @@ POLICIES = (
     MemoryConfig("balanced", keep_every=2, attention_again=1.0),
 )
 # Folders of code that is not the user's
-INSTALLED = str(Path(plugins.__file__).parent), str(Path(torch.__file__).parents[1])
+INSTALLED = tuple(str(Path(x).parent) for x in (plugins.__file__, os.__file__, torch.__path__[0]))
 Found = tuple[float, float] | str  # difference and limit, or why a check is skipped
 
 
@@ -203,7 +203,7 @@ def leak(trial: Trial) -> Found:
     """Change the end of a document; look at tokens before it, and at all other documents."""
     model, inputs, end = trial.model(), trial.inputs(2), sum(LENGTHS[:4])
     changed = inputs.clone()
-    changed[0, CHANGED:end] += 100
+    changed[0, CHANGED:end] += 1000
     outs = [trial.branch(model, each)[0].flatten(0, 1) for each in (changed, inputs)]
     unseen = [torch.cat([out[:CHANGED], out[end:]]) for out in outs]
     return difference(unseen[:1], unseen[1:]), EXACT

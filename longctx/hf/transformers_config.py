@@ -5,7 +5,7 @@ config.json was read, and a run records it.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -64,8 +64,8 @@ class TransformersConfig(GPTConfig):
     def frozen_matrices(self) -> list[tuple[int, int]]:
         return [(rows, columns) for rows, columns in self.transformers["matrices"]]
 
-    def lora_widths(self, targets: Collection[str], of_token: bool = False) -> int:
-        return sum(self.transformers["lora"].get(target, 0) for target in targets)
+    def lora_widths(self, of_token: bool = False) -> Mapping[str, int]:
+        return dict(self.transformers["lora"])
 
     def check_length(self, tokens: int, key: str) -> None:
         limit = self.transformers.get("positions")

@@ -156,9 +156,7 @@ class SelfAttention(nn.Module):
     def project(
         self, x: Tensor, cos: Tensor, sin: Tensor, growth: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (B, T, H, D), k and v (B, T, Hkv, D) of x (B, T, C); q and k are normed and
-        rotated.
-        """
+        """Return q (B, T, H, D), k and v (B, T, Hkv, D) of x (B, T, C): q, k normed and rotated."""
         qkv = self.qkv(x)
         is_whole = self.rotates and 2 * cos.shape[-1] == self.head_dim
         norms_before = not (self.norms_after_rope or isinstance(self.q_norm, nn.Identity))

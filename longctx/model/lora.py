@@ -77,8 +77,7 @@ def add(model: GPT, config: LoraConfig) -> GPT:
                 frozen = Linear.like(frozen, packed.linear)
                 block.set_submodule(path, frozen)
         if target in config.targets:
-            added = LoraLinear(frozen, config.rank, config.factor)
-            block.set_submodule(path, added)
+            block.set_submodule(path, LoraLinear(frozen, config.rank, config.factor))
     return model
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
@@ -282,14 +282,13 @@ class GPTConfig(mixers.MixerKeys):
         linears = [linear for block in self.blocks for linear in block.linears.values()]
         return [(linear.outputs, linear.columns) for linear in linears if linear.packs]
 
-    def lora_widths(self, targets: Collection[str], of_token: bool = False) -> int:
-        """Return rows plus columns of the matrices that LoRA adapts, or of one token's alone."""
-        linears = [(n, *item) for block, n in self.kinds for item in block.linears.items()]
-        return sum(
-            n * (x.columns + x.outputs // x.experts) * (x.active if of_token else x.experts)
-            for n, path, x in linears
-            if path.rpartition(".")[2] in targets
-        )
+    def lora_widths(self, of_token: bool = False) -> Mapping[str, int]:
+        """Return rows plus columns of the matrices that LoRA can adapt, or of one token's."""
+        widths = Counter[str]()
+        for n, path, x in ((n, *item) for block, n in self.kinds for item in block.linears.items()):
+            matrices = n * (x.active if of_token else x.experts)
+            widths[path.rpartition(".")[2]] += matrices * (x.columns + x.outputs // x.experts)
+        return widths
 
     def flops_per_token(self, pairs_per_token: float, adapters: int = 0) -> float:
         """Return the FLOPs of forward, a third, and backward for a token that sees so many keys: 6
@@ -347,7 +346,7 @@ class LoraConfig:
     scaling: float = key(2.0, "factor of the additions, elsewhere alpha / rank", needs="rank")
     rslora: bool = key(False, needs="rank")
     targets: list[str] = key(
-        list(LORA_TARGETS), "layers", choices=(*LORA_TARGETS, "gate"), distinct=True, needs="rank"
+        list(LORA_TARGETS), "layers; a mixer may have others", distinct=True, needs="rank"
     )
     base: str | None = key(None, choices=("nf4",), needs="rank")
 
@@ -363,7 +362,8 @@ class LoraConfig:
 
     def parameters(self, model: GPTConfig, of_token: bool = False) -> int:
         """Return the parameters that LoRA adds to `model`, or to one token's matrices."""
-        return self.rank * model.lora_widths(self.targets, of_token) if self.rank else 0
+        widths = model.lora_widths(of_token)
+        return (self.rank or 0) * sum(widths.get(target, 0) for target in self.targets)
 
     def frozen_bytes(self, model: GPTConfig, each: int) -> int:
         """Return the bytes of the weights of `model`, with `each` of one that is not packed."""
@@ -373,11 +373,12 @@ class LoraConfig:
 
     def check_model(self, model: GPTConfig) -> None:
         """Raise ValueError for a chosen target or a format that `model` cannot have."""
+        has = model.lora_widths()
         # A model need not have each of the usual targets
         is_usual = self.targets == list(LORA_TARGETS)
         for chosen in [self.targets] if is_usual else [[x] for x in self.targets]:
-            if self.rank is not None and not model.lora_widths(chosen):
-                raise ValueError(f"lora.targets={','.join(chosen)}: the model has no such layer")
+            is_missing = self.rank is not None and has.keys().isdisjoint(chosen)
+            refuse((is_missing, f"lora.targets={','.join(chosen)}: the model has {', '.join(has)}"))
         for _, columns in model.frozen_matrices if self.base is not None else []:
             given = f"lora.base={self.base}: a matrix has {columns} columns, and the format takes a"
             refuse((columns % NF4_BLOCK, f"{given} multiple of {NF4_BLOCK}; leave lora.base out"))

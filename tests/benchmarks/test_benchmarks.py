@@ -253,7 +253,8 @@ def test_a_small_card_is_measured(tmp_path):
     assert line["`flash`"] == f"{speed:,.0f} (unknown card)"
 
 
-def test_arena_refuses_a_model_before_the_others_train(tmp_path, refused):
+def test_arena_refuses_a_model_before_the_others_train(tmp_path, refused, monkeypatch):
+    monkeypatch.setattr("longctx.config.train_config.find_spec", lambda package: None)
     words = ["arena", "mixers=softmax,gdn-softmax", "model.layers=2", "minutes=0.001"]
     refused(main([*words, f"out={tmp_path}/arena"]), "model.layers=2")
     assert not (tmp_path / "arena").exists()
@@ -269,14 +270,9 @@ def test_arena_writes_a_page_of_mixers_and_plugins(tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     names, files = ["window-full", "short", "alibi"], "plugins=[my_mixer.py,my_scores.py]"
     words = ["arena", f"mixers={','.join(names)}", "tokens=256", "lengths=64", files, *TINY[:-2]]
-    words += [
-        "passkeys=256",
-        "data.vocab_size=300",
-        "data.documents=20",
-        "seq_len=64",
-        "batch_size=1",
-    ]
-    assert main([*words, "accumulate=1", "val_rows=2", "compile=false", "device=cpu"]) == 0
+    words += ["passkeys=256", "data.vocab_size=300", "data.documents=20", "seq_len=64"]
+    words += ["batch_size=1", "accumulate=1", "val_rows=2", "compile=false", "device=cpu"]
+    assert main(words) == 0
     del MIXERS["short"], SCORES["alibi"], SCORES["first_and_last"]
     # Or the files would not register them again for another test
     for name in [name for name in sys.modules if name.startswith(("my_mixer_", "my_scores_"))]:

@@ -78,8 +78,7 @@ def test_layers_repeat_and_attention_alone_is_the_default():
     assert [type(x.attention) for x in config.blocks] == [MixerSpec, AttentionSpec, MixerSpec]
     assert config.with_layers([1, 2]).mixer == ["softmax", "short"]
     assert {type(x.attention) for x in GPTConfig().blocks} == {AttentionSpec}
-    model = GPT(config)
-    assert config.parameters() == sum(x.numel() for x in model.parameters())
+    assert config.parameters() == sum(x.numel() for x in GPT(config).parameters())
 
 
 MEMORIES = (
@@ -140,9 +139,14 @@ def test_what_a_mixer_lacks_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"exact=\['tap'\]: its weights are inputs, taps, out"):
         small("short")
     monkeypatch.setattr(MIXERS["short"], "exact", ())
-    monkeypatch.setattr(MIXERS["short"], "cost", lambda spec, e: Cost(spec.no_such))
-    with pytest.raises(ValueError, match=r"short: cost: .*test_mixers\.py, line \d+: Attribute"):
-        small("short").config.block(0).attention.cost(2)
+    answers = {"cost": lambda spec, e: Cost(spec.no_such), "weights": lambda spec: spec.no_such}
+    for question, given in answers.items():
+        monkeypatch.setattr(MIXERS["short"], question, given)
+        with pytest.raises(ValueError, match=rf"{question}: .*test_mixers\.py, line \d+: Attr"):
+            small("short").config.block(0).attention.cost(2)
+    monkeypatch.setattr(MIXERS["short"], "weights", lambda spec: {"out": 4})
+    with pytest.raises(ValueError, match=r"mixer=short: weights: .*my_mixer\.py: TypeError: 'int'"):
+        small("short")
 
 
 def test_the_lock_has_the_hash_of_a_mixer():
@@ -181,16 +185,12 @@ def test_the_planner_counts_what_the_cost_says(recompute, monkeypatch):
         kept = sum(row.bytes for row in block_memory.kept(block, through))
         backward = block_memory.attention_backward(block, through)
         chip = hardware.chip("NVIDIA H200")
-        found.append(
-            (kept, backward, step_time.mixer_seconds(step, chip), block.attention.flops(9))
-        )
+        seconds = step_time.mixer_seconds(step, chip)
+        found.append((kept, backward, seconds, block.attention.flops(9)))
     (kept, backward, seconds, flops), *others = found
     is_block = recompute == "block"
-    saved = [kept + 100 * 128 * (not is_block), backward + 100 * 128 * is_block]
-    assert [row[:2] for row in others] == [
-        tuple(saved),
-        (kept, backward + 128000),
-        (kept, backward),
-    ]
+    saved = kept + 100 * 128 * (not is_block), backward + 100 * 128 * is_block
+    expected = saved, (kept, backward + 128000), (kept, backward)
+    assert tuple(row[:2] for row in others) == expected
     assert [row[2] > seconds for row in others] == [True, False, True]
     assert [row[3] - flops for row in others] == [0, 0, 3e6]

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
+from longctx.model import lora
 from longctx.model.decoder import Decoder
 from longctx.model.mixer import Batch
-from longctx.spec.model_config import GPTConfig
+from longctx.spec.model_config import GPTConfig, LoraConfig
 from tests.inputs import check_decoding
 from tests.model.test_mixers import packed, small
 
@@ -35,6 +36,10 @@ def test_kernels_and_decoding_compute_the_formula(case):
     for actual, expected in zip(*found, strict=True):
         assert (actual - expected).norm() < 1e-5 * expected.norm() < 1e9
 
+    # Absorbed matrices have what LoRA adds to them
+    lora.add(model, LoraConfig(2, targets=["kv_up"]))
+    for weight in filter(lambda weight: weight.requires_grad, model.parameters()):
+        torch.nn.init.normal_(weight)
     check_decoding(decoder := Decoder(model, 2, 20), ids[:, :20], (3, 12), 7)
     assert decoder.states[0][0].shape == (2, 20, layer.kv_rank + model.config.rotary_size)
 
@@ -45,6 +50,5 @@ def test_planner_and_kernels_are_told_the_sizes_of_its_calls():
     assert required["head_dim"] == 192 and required["group"] == 1
     assert part.flops(5) == 6 * 5 * 8 * (192 + 128)
     stretched, plain = (small("mla", **x).blocks[0].attention for x in (CASES["yarn"], {}))
-    assert stretched.scores.scale / plain.scores.scale == pytest.approx(
-        (0.1 * math.log(4) + 1) ** 2
-    )
+    ratio = stretched.scores.scale / plain.scores.scale
+    assert ratio == pytest.approx((0.1 * math.log(4) + 1) ** 2)

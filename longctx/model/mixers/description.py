@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd, prod
@@ -76,10 +76,21 @@ class MixerSpec(AttentionSpec):
         """Return its values of model.mixer_options.NAME, with defaults."""
         return {**self.computed_by.options, **self.model.mixer_options.get(self.mixer, {})}
 
+    def answer(self, question: str, form: Callable[[Any], Any], *arguments: Any) -> Any:
+        """Return `form` of what its class answers; ValueError, with the place, if either fails."""
+        try:
+            return form(getattr(self.computed_by, question)(self, *arguments))
+        except Exception as error:  # of a plugin
+            frames = [x for x in extract_tb(error.__traceback__) if x.filename != __file__]
+            places = [sys.modules[self.computed_by.__module__].__file__]
+            places += [f"{x.filename}, line {x.lineno}" for x in frames]
+            problem = f"{question}: {places[-1]}: {type(error).__name__}: {error}"
+            raise ValueError(f"model.mixer={self.mixer}: {problem}") from error
+
     @cached_property
     def shapes(self) -> dict[str, tuple[Any, ...]]:
         """Return the shape of each weight."""
-        return dict(self.computed_by.weights(self))
+        return {**self.answer("weights", lambda x: {name: tuple(x[name]) for name in x})}
 
     @cached_property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -131,12 +142,7 @@ class MixerSpec(AttentionSpec):
 
     def cost(self, e: int) -> Cost:
         """Return its cost with activations of e bytes."""
-        try:
-            return Cost(*map(float, self.computed_by.cost(self, e)))
-        except Exception as error:  # of a plugin
-            frame = extract_tb(error.__traceback__)[-1]
-            place = f"model.mixer={self.mixer}: cost: {frame.filename}, line {frame.lineno}"
-            raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
+        return Cost(*self.answer("cost", lambda numbers: [*map(float, numbers)], e))
 
     def flops(self, pairs: float) -> float:
         # A score of a pair has the channels of a query, the sum those of a value

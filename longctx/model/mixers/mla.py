@@ -23,7 +23,6 @@ from longctx.attention.description import AttentionConfig
 from longctx.model.layers import normed
 from longctx.model.mixer import Mixer, widened
 from longctx.model.mixers.description import Cost, MixerSpec, register
-from longctx.model.packed import is_packed, unpacked
 from longctx.model.rope import rotate, yarn_scale
 
 
@@ -110,9 +109,9 @@ class LatentAttention(Mixer):
 
     def absorbed(self, queries: Tensor, latents: Tensor, seen: Tensor) -> Tensor:
         """Return the output (B, T, H, V) of q and of [c, r] (B, S, ...) where `seen` (B, T, S)."""
-        weight = self.kv_up.weight
-        weight = unpacked(weight, queries.dtype) if is_packed(weight) else weight.to(queries.dtype)
-        both = weight.unflatten(0, (self.query_heads, -1))
+        # Of the identity the layer makes its weight, in any format and with what LoRA adds
+        identity = torch.eye(self.kv_rank, dtype=queries.dtype, device=queries.device)
+        both = self.kv_up(identity).T.unflatten(0, (self.query_heads, -1))
         K, V = both.split((self.key_size, self.value_size), dim=1)
         plain, rotary = queries.split((self.key_size, self.rotary_size), dim=-1)
         asked = torch.cat([torch.einsum("bthd,hdc->bthc", plain, K), rotary], dim=-1)
