@@ -191,7 +191,9 @@ class _Step:
         at_loss = {GRADIENTS: before, PARAMETERS: copies}
         yield "loss", _sum(always, at_loss, saved, self.loss())
         if self.through.in_groups:  # with little else, the stream, attention's output, their sum
-            others = {KEPT: self.saved_by_first[self.L - 1], MLP: self.forward(self.through)}
+            lse = float(FP32 * self.model.heads * self.N)
+            others = {KEPT: self.saved_by_first[self.L - 1], ATTENTION: lse}
+            others |= {MLP: self.forward(self.through)}
             yield "forward of the last block", _sum(always, at_loss, others, self.brought)
         # The head's gradient is there at once; a tied one waits beside the sum for that of the
         # embedding.
@@ -244,7 +246,7 @@ class _Step:
         yield "optimizer", _sum(resting, gradients, workspace)
         if not self.workload.validates:
             return
-        yield "validation", _sum(resting, self.validation(self.B, self.T), self.brought)
+        yield "validation", _sum(resting, self.validation(self.B, self.T))
         length = self.workload.passkey_length
         if length > self.T:  # shorter texts together are no more than a batch
             texts = max(1, self.B * self.T // length)
@@ -375,7 +377,8 @@ class _Step:
             of_token = self.e * self.C + max(layer.forward.slope for layer in layers)
             mlp = copies + of_token * tokens
         logits = self.logits(FP32) + self.copy * self.V * self.C + self.e * self.C * tokens
-        return {MLP: mlp, ATTENTION: scores} if mlp + scores > logits else {LOSS: logits}
+        of_block = _sum({MLP: mlp, ATTENTION: scores}, self.brought)
+        return of_block if sum(of_block.values()) > logits else {LOSS: logits}
 
 
 def _sum(*parts: Terms) -> Terms:

@@ -286,15 +286,18 @@ class FeedForward(Part):
         is_fused = p.is_fused and self.has_gate
         tensors = 4 if is_fused else 2 + ("down" in p.adapted)
         down = -p.weight_copy if is_fused else p.gradient
-        inner = p.activation * tensors * self.inner * p.tokens
-        unpacked = p.unpacked * self.linears[0].weights
-        return inner + down * self.size * self.inner + unpacked
+        inner = p.activation * self.inner * p.tokens
+        # Then W of gate and up is unpacked, for the gradient of their input
+        unpacked = inner + p.unpacked * self.linears[0].weights
+        return max(tensors * inner + down * self.size * self.inner, unpacked)
 
     def forward(self, p: Pass) -> int:
         """Return the bytes alive in a forward without gradients, uncompiled."""
         tensors = 6 if "gate_up" in p.adapted else 3 if p.is_fused else 4
         tensors = tensors if self.has_gate else 2 + ("gate_up" in p.adapted)
-        return p.activation * tensors * self.inner * p.tile + p.unpacked * self.linears[0].weights
+        inner = p.activation * self.inner * p.tile
+        unpacked = (1 + self.has_gate) * inner + p.unpacked * self.linears[0].weights
+        return max(tensors * inner, unpacked)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def test_models_take_measured_memory_and_time(words, rows, tokens, gib, speed, k
     sizes = {"batch_size": rows, "seq_len": tokens, "accumulate": 1}
     step = workload(*words.split(), attention=attention, **sizes)
     step = replace(step, validates=speed is None)
-    assert predict(step).peak / GIB == pytest.approx(gib, rel=0.01)
+    assert predict(step).peak / GIB == pytest.approx(gib, rel=0.02 if speed is None else 0.01)
     predicted = fitting.tokens_per_second(step, H200)
     tolerance = 0.08 if "lora" in words else 0.03
     assert speed is None or predicted == pytest.approx(speed, rel=tolerance)
