@@ -108,15 +108,14 @@ def mlp_backward(block: BlockSpec, p: Pass) -> float:
     if block.attention.gate_size or block.shares_norm:  # the input of attention
         needed += e * C * n + of_norm(block.attention_norm, tile)
     needed += p.weight_copy * weights_after(block)
-    if n == p.tokens and not p.in_groups:
-        return needed
-    # Attention's output has its gradient for all tokens; of the tile before nothing is left but sums
-    sums = p.gradient * weights_after(block) if n < p.tokens else 0
-    of_all = e * (C + q) * p.tokens + sums
-    # Of a small tile the gradients of weights take most, one of them in 16 bits too
-    each = [linear.weights for linear in block.mlp.linears]
-    ending = of_all + p.gradient * sum(each) + p.weight_copy * max(each)
-    return max(needed + e * q * p.tokens + sums, ending)
+    if n < p.tokens or p.in_groups:
+        # Attention's output has its gradient for all tokens; of the tile before sums are left
+        sums = p.gradient * weights_after(block) * (n < p.tokens)
+        needed += e * q * p.tokens + sums
+        # Of a small tile the gradients of weights take most, the largest in 16 bits too
+        largest = p.weight_copy * max(linear.weights for linear in block.mlp.linears)
+        needed = max(needed, e * (C + q) * p.tokens + 2 * sums + largest)
+    return needed
 
 
 def attention_backward(block: BlockSpec, p: Pass) -> float:

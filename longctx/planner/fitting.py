@@ -25,9 +25,7 @@ from longctx.spec.step import LONGEST_ROW, Workload
 
 HOST_LEFT = 12 * 2**30  # bytes of host memory left to the process, its libraries and the data
 LEFT_FREE = 0.05  # of the GPU, if no dry run checks a decision
-# At least so many bytes of it: gaps between tensors do not shrink with the card, and three of ten
-# steps that had 150 MiB ran out of memory
-LEAST_FREE = 0.4 * GIB
+LEAST_FREE = 0.4 * GIB  # gaps between tensors are no smaller on a small card
 SURE = 0.95  # a speed of less than this share of another is slower
 CLEARLY_FASTER = 1.1  # times another backend's speed, to be told at the start
 # Values that memory=auto tries with each policy for keys left null, the plain ones first.

@@ -213,8 +213,8 @@ def print_machine(step: Workload, chip: Chip, host: float, of_host: str) -> None
     if step.measured:
         print("transformers computes this model: speed is that of a family of ours of its sizes")
     print(
-        f"{chip.name}, {chip.memory / GIB:.1f} GiB, {chip.usable / GIB:.1f} of them for tensors, "
-        f"of which {fitting.LEFT_FREE:.0%} stay free; host {host / GIB:,.0f} GiB{of_host}"
+        f"{chip.name}, {chip.memory / GIB:.1f} GiB, {fitting.room(chip) / GIB:.1f} of them for "
+        f"tensors; host {host / GIB:,.0f} GiB{of_host}"
     )
     if chip.generation != "hopper" and chip.flops is not None:
         print("predicted from its data sheet; flash has not run on such a card")

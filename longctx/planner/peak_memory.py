@@ -191,9 +191,8 @@ class _Step:
         at_loss = {GRADIENTS: before, PARAMETERS: copies}
         yield "loss", _sum(always, at_loss, saved, self.loss())
         if self.through.in_groups:  # with little else, the stream, attention's output, their sum
-            lse = float(FP32 * self.model.heads * self.N)
-            others = {KEPT: self.saved_by_first[self.L - 1], ATTENTION: lse}
-            others |= {MLP: self.forward(self.through)}
+            forward = self.forward(self.through) + FP32 * self.model.heads * self.N  # and the lse
+            others = {KEPT: self.saved_by_first[self.L - 1], MLP: forward}
             yield "forward of the last block", _sum(always, at_loss, others, self.brought)
         # The head's gradient is there at once; a tied one waits beside the sum for that of the
         # embedding.

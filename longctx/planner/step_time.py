@@ -54,7 +54,8 @@ IMBALANCE = 1.02  # pairs of the busiest rank to the mean, if sequences are deal
 # choose an algorithm (its tuning.cc, ring, simple protocol)
 HOP, HOP_OUTSIDE = 3.4e-6, 14e-6
 CLAMPED = 11  # times the bytes of experts with a clamped gate: no kernel is fused
-UNPACKED = 5  # bytes of elementwise kernels that take as long as unpacking a weight of nf4
+UNPACKED = 10  # bytes of elementwise kernels that take as long as unpacking a weight of nf4
+ADDED = 6  # times that LoRA reads or writes the inputs and outputs of a matrix more
 BEHIND = 0.8  # share of computing time that hides communication, and copies to the host
 
 
@@ -104,7 +105,8 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     )
     loss = each * N * int(model.vocab_size or 0) * C / rate
     # bytes of elementwise kernels
-    moved = e * N * model.layers * (32 * C + 9 * inner) * (1.3 if again else 1)
+    widths = ADDED * added / (workload.lora.rank or 1)
+    moved = e * N * (model.layers * (32 * C + 9 * inner) + widths) * (1.3 if again else 1)
     moved += e * N * model.layers * projected * 3 * (C + before / C)
     if workload.lora.base:  # unpacked for each tile, for forward, again, and for gradients
         whole = sum(block.weights for block in blocks)
@@ -124,16 +126,17 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     # copies to the host and back, beyond the computation that hides them
     away = predict(workload, 0).host[KEPT] if memory.offload else 0.0
     # Weights come for forward and backward, and for each block that makes an input again
-    brought = frozen_on_host(workload)[0] * (every + 3) / 2
+    weights, _ = frozen_on_host(workload)
+    copied, tiled = 2 * away + weights * (every + 3) / 2, 0.0
     compute, link = sum(per_micro.values()), min(LINK, chip.link)
     if memory.heads_at_once:
         # Tiles for each group come while the one before is computed, in backward alone
         tiles = (3 + projected / 2) * 2 * e * C * N * (memory.offload or 0.0) * model.layers
         hidden = 2 / 3 * BEHIND * (compute - per_micro["attention"] - loss)
-        waiting = max(0.0, tiles / link - hidden)
-        waiting += max(0.0, (away + brought) / link - BEHIND * compute)
-    else:
-        waiting = max(0.0, (2 * away + brought) / link - BEHIND * compute)
+        copied, tiled = copied - away, max(0.0, tiles / link - hidden)
+    # In forward, a quarter, weights come behind what is saved
+    first = (away + weights) / link - BEHIND * compute / 4 if weights else 0.0
+    waiting = tiled + max(0.0, copied / link - BEHIND * compute, first)
     per_micro["waiting for the host"] = waiting
     parts = {name: workload.accumulate * time for name, time in per_micro.items()}
     parts[OPTIMIZER] = update_seconds(workload, chip)
@@ -142,7 +145,8 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
         weights = waiting_for_weights(workload, chip, compute)
         parts["waiting for other devices"] = exchanged + weights
     tokens = N * workload.accumulate
-    flops = tokens * model.flops_per_token(pairs_of_row(workload) / model.layers / T, added)
+    pairs = sum(count * pairs_of(block.attention, T) for block, count in model.kinds) / L
+    flops = tokens * model.flops_per_token(pairs / T, added)
     return Seconds(parts, tokens * workload.devices, flops / sum(parts.values()) / chip.flops)
 
 
@@ -183,18 +187,16 @@ def update_products(workload: Workload) -> list[tuple[int, float]]:
 
 def attention_seconds(workload: Workload, chip: Chip) -> float:
     """Return the time of attention in one micro-batch, forward and backward, all layers."""
-    alike: dict[int, list[int]] = {}  # layers that are alike have one block
-    for layer, block in enumerate(workload.model.blocks):
-        alike.setdefault(id(block), []).append(layer)
-    return sum(attention_of_layers(workload, layers, chip) for layers in alike.values())
+    blocks = workload.model.blocks
+    alike = [[n for n, x in enumerate(blocks) if x is kind] for kind, _ in workload.model.kinds]
+    return sum(attention_of_layers(workload, layers, chip) for layers in alike)
 
 
 def attention_of_layers(workload: Workload, layers: list[int], chip: Chip) -> float:
     """Return the part of `attention_seconds` of these layers, which are alike."""
     assert chip.flops is not None and chip.bandwidth is not None
-    own = part = workload.model.blocks[layers[0]].attention
-    if isinstance(own, MixerSpec):  # its calls may have other heads
-        part = own.softmax
+    own = workload.model.blocks[layers[0]].attention
+    part = own.softmax if isinstance(own, MixerSpec) else own  # calls may have other heads
     rows, length = workload.batch_size, workload.seq_len
     description = workload.attention.of_window(own.window).description
     passing = workload.pass_of(rows, length, window=own.window)
@@ -210,7 +212,7 @@ def attention_of_layers(workload: Workload, layers: list[int], chip: Chip) -> fl
         moved *= calls * length**2 * heads * (1.0 if is_fused else EAGER)
         return moved / (STREAM * chip.bandwidth)
     forward_rate, backward_rate = rates_on(chip.generation, part, passing)
-    flops = 4 * pairs_of_row(workload, layers) * heads * part.model.head_size
+    flops = 4 * len(layers) * pairs_of(own, length) * heads * part.model.head_size
     if workload.context > 1 and workload.context_method == "allgather":
         flops *= IMBALANCE
     return flops * ((1 + runs_again) / forward_rate + 2.5 / backward_rate) / chip.flops
@@ -242,25 +244,18 @@ def mixer_seconds(workload: Workload, chip: Chip) -> float:
     return tokens * (flops / (MIXED * chip.flops) + moved / (STREAM * chip.bandwidth))
 
 
-def pairs_of_row(workload: Workload, layers: Iterable[int] | None = None) -> int:
-    """Count the visible pairs of a sequence of one document, summed over `layers`, or all."""
-    model, length, pairs = workload.model, workload.seq_len, 0
-    windows: Counter[int | None] = Counter()
-    for n in range(model.layers) if layers is None else layers:
-        windows[model.window_of(n)] += getattr(model.blocks[n].attention, "softmax_calls", 1)
-    for window, count in windows.items():
-        # The first `reach` queries see 1, 2, ... keys, all others `reach`
-        reach = min(length, window or length)
-        pairs += count * (reach * (reach + 1) // 2 + (length - reach) * reach)
-    return pairs
+def pairs_of(part: AttentionSpec, length: int) -> int:
+    """Count the visible pairs of a sequence of one document in a layer, in all calls together."""
+    # The first `reach` queries see 1, 2, ... keys, all others `reach`
+    reach = min(length, part.window or length)
+    pairs = reach * (reach + 1) // 2 + (length - reach) * reach
+    return pairs * (part.softmax_calls if isinstance(part, MixerSpec) else 1)
 
 
 def attention_exchange(workload: Workload, chip: Chip) -> float:
     """Return the seconds per micro-batch in which attention waits for other ranks."""
-    return sum(
-        layers * _exchange_of_layer(workload, window, chip)
-        for window, layers in workload.model.windows().items()
-    )
+    windows = workload.model.windows().items()
+    return sum(count * _exchange_of_layer(workload, window, chip) for window, count in windows)
 
 
 def _exchange_of_layer(workload: Workload, window: int | None, chip: Chip) -> float:

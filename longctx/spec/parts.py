@@ -287,8 +287,7 @@ class FeedForward(Part):
         tensors = 4 if is_fused else 2 + ("down" in p.adapted)
         down = -p.weight_copy if is_fused else p.gradient
         inner = p.activation * self.inner * p.tokens
-        # Then W of gate and up is unpacked, for the gradient of their input
-        unpacked = inner + p.unpacked * self.linears[0].weights
+        unpacked = inner + p.unpacked * self.linears[0].weights  # then, for their input's gradient
         return max(tensors * inner + down * self.size * self.inner, unpacked)
 
     def forward(self, p: Pass) -> int:
@@ -296,8 +295,7 @@ class FeedForward(Part):
         tensors = 6 if "gate_up" in p.adapted else 3 if p.is_fused else 4
         tensors = tensors if self.has_gate else 2 + ("gate_up" in p.adapted)
         inner = p.activation * self.inner * p.tile
-        unpacked = (1 + self.has_gate) * inner + p.unpacked * self.linears[0].weights
-        return max(tensors * inner, unpacked)
+        return max(tensors * inner, 2 * inner + p.unpacked * self.linears[0].weights)
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,7 @@ def test_measured_peaks_are_within_three_percent():
 def test_models_take_measured_memory_and_time(words, rows, tokens, gib, speed, kernel):
     attention = AttentionConfig("flash", {"kernel": kernel})
     sizes = {"batch_size": rows, "seq_len": tokens, "accumulate": 1}
-    step = workload(*words.split(), attention=attention, **sizes)
-    step = replace(step, validates=speed is None)
+    step = replace(workload(*words.split(), attention=attention, **sizes), validates=speed is None)
     assert predict(step).peak / GIB == pytest.approx(gib, rel=0.02 if speed is None else 0.01)
     predicted = fitting.tokens_per_second(step, H200)
     tolerance = 0.08 if "lora" in words else 0.03
@@ -210,6 +209,8 @@ def test_the_smallest_change_fits():
     assert "attention=flash" in fitting.smallest_change(naive, GIB, GIB)
     large = with_policy(workload("model=8b", batch_size=4), "balanced")
     assert fitting.smallest_change(large, 10 * GIB, 8 * GIB) == "a smaller model="
+    left = [x.usable - fitting.room(x) for x in (H200, replace(H200, memory=6 * GIB))]
+    assert left == pytest.approx([0.05 * H200.usable, 0.4 * GIB])  # no less on a small card
     short = with_policy(one_b(seq_len=64, batch_size=20011), "fast")
     assert "seq_len=64 batch_size=1" in fitting.smallest_change(short, 12 * GIB, 128 * GIB)
 
