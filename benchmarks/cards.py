@@ -84,8 +84,9 @@ HEAD = """# What fits your card
 
 Written by `python -m benchmarks cards`. The first three tables are predicted, as by
 `longctx plan model=8b lora.rank=16 lora.base=nf4 gpu=rtx4090 host_memory=64`: ask that for another
-model, card or precision. One GPU, bf16, `attention=flash`, `memory=auto`, 5% of the GPU's memory
-and 12 GiB of the host's left free. [Steps under caps](#tried-under-caps) say what was tried.
+model, card or precision. One GPU, bf16, `attention=flash`, `memory=auto`; 5% of the GPU's memory,
+0.4 GiB at least, and 12 GiB of the host's are left free. [Steps under caps](#tried-under-caps) say
+what was tried, and [memory](memory.md#as-measured) what weights on the host took.
 
 The longest sequence that LoRA on nf4 trains, in tokens, with so much host memory, next to what
 [Unsloth publishes](https://unsloth.ai/docs/basics/unsloth-benchmarks) (read on 2026-11-28; measured
