@@ -38,6 +38,7 @@ register("scaled", Scaled)
 MODELS = [
     {"norm_plus_one": True, "norms": "sandwich", "qk_norm": "head"},
     {"sinks": True, "experts": {"count": 6, "per_token": 2, "ffn": 16, "router": "sigmoid_bias"}},
+    {"norms": "parallel", "norm_form": "layer", "mlp_gate": False, "mlp_bias": True},
     {"layers": 4, "mixer": ["mamba2", "kda", "mla", "scaled"]},
 ]
 

@@ -75,7 +75,7 @@ def test_a_model_by_its_config_json(tmp_path, planned):
 
 def test_layers_of_transformers_are_measured(tmp_path, planned):
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
-    settings = {"model_type": "gpt_neox", "vocab_size": 1024, "num_hidden_layers": 3} | sizes
+    settings = {"model_type": "cohere", "vocab_size": 1024, "num_hidden_layers": 3} | sizes
     (tmp_path / "config.json").write_text(json.dumps(settings))
     out = planned(f"init={tmp_path}", "gpu=H100", "attention=flash", "seq_len=2048")
     assert "not measured" not in out and "balanced" in out

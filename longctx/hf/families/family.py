@@ -7,6 +7,7 @@ and writing of folders ask the registry and name no family.
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from typing import Any
 from longctx import untrusted
 from longctx.config.rope_config import check_scaling
 from longctx.hf.families.config_json import ConfigJson
-from longctx.hf.families.folds import Stacked
+from longctx.hf.families.folds import Share, Stacked
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import BlockSpec, Piece
 
@@ -26,6 +27,7 @@ HARMLESS = frozenset(TABLES.pop("harmless").split())
 SHARED = frozenset(TABLES.pop("shared").split())
 PARTS = TABLES.pop("parts")
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+PART = re.compile(r"(.*\.layers\.\d+\.)(.*)\.(\d)(\.weight|\.bias)")
 FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers
 # What every family reads and writes: key of config.json → key of GPTConfig
 SIZES = {
@@ -136,15 +138,41 @@ class Family:
         """Return one name of a tensor for all that folders have for it."""
         return ".".join(self.alike.get(word, word) for word in tensor.split("."))
 
+    def name_of(self, tensor: str) -> str:
+        """Return the name of a tensor by the `names` of this family."""
+        tensor = f".{tensor}."
+        for ours, own in self.names.items():
+            tensor = tensor.replace(f".{ours}.", f".{own}.")
+        return tensor[1:-1]
+
+    def shares(self, config: GPTConfig) -> dict[str, Sequence[int]]:
+        """Return tensors of a layer that have parts → rows of each part in each head."""
+        return {}
+
     def tensors(self, config: GPTConfig) -> Iterator[Piece]:
         """Yield every tensor of its weights, as rows of a parameter of GPT."""
+        sizes, pieces = self.shares(config), list[Piece]()
+        for piece in self.whole(config):
+            if found := PART.fullmatch(piece.theirs):
+                layer, tensor, number, ending = found.groups()
+                fold = Share(sizes[tensor], int(number))
+                rows = piece.shape[0] // fold.sizes[fold.index] * sum(fold.sizes)
+                shape = rows, *piece.shape[1:]
+                piece = piece._replace(theirs=layer + tensor + ending, shape=shape, fold=fold)
+            pieces.append(piece)
+        # Parts of a tensor in their order
+        yield from sorted(pieces, key=lambda piece: getattr(piece.fold, "index", 0))
+
+    def whole(self, config: GPTConfig) -> Iterator[Piece]:
+        """Yield the tensors as if each had one part."""
         embedding = config.vocab_size or 0, config.channels
-        yield Piece(EMBEDDING, "embed.weight", 0, embedding)
+        yield Piece(self.name_of(EMBEDDING), "embed.weight", 0, embedding)
         for n, block in enumerate(config.blocks):
             yield from self.renamed(block, n)
-        yield Piece("model.norm.weight", "norm.weight", 0, (config.channels,))
+        for name, size in config.norm("norm", "norm").vectors:
+            yield Piece(self.name_of(f"model.norm.{name}"), f"norm.{name}", 0, (size,))
         if not config.tied:
-            yield Piece(LM_HEAD, "head.weight", 0, embedding)
+            yield Piece(self.name_of(LM_HEAD), "head.weight", 0, embedding)
 
     def tensors_of(self, config: GPTConfig, stored: Mapping[str, Any]) -> Iterator[Piece]:
         """Yield every tensor of a folder, which has these of their shapes."""
@@ -156,10 +184,7 @@ class Family:
         for part in block.parts():
             part = replace(part, folder=self.parts.get(part.name, part.folder))
             for piece in part.pieces(f"model.layers.{n}", f"blocks.{n}"):
-                theirs = f"{piece.theirs}."
-                for ours, own in self.names.items():
-                    theirs = theirs.replace(f".{ours}.", f".{own}.")
-                theirs = theirs.removesuffix(".")
+                theirs = self.name_of(piece.theirs)
                 layer, is_of_expert, tensor = theirs.partition(".mlp.experts.")
                 if is_of_expert and self.stacked:
                     theirs = f"{layer}.{self.stacked[tensor.partition('.')[2]]}"

@@ -106,7 +106,7 @@ class Qwen2(UpperWindows):
             )
 
 
-class Glm4(Family):
+class Paired(Family):
     """Rotary pairs are folded."""
 
     def tensors(self, config: GPTConfig) -> Iterator[Piece]:
@@ -114,6 +114,30 @@ class Glm4(Family):
         for piece in super().tensors(config):
             is_rotated = piece.theirs.split(".")[-2] in ("q_proj", "k_proj")
             yield piece._replace(fold=fold) if is_rotated else piece
+
+
+class GptNeox(Family):
+    """A head of the tensor for q, k and v has its rows side by side. Each head has keys."""
+
+    def read(self, source: ConfigJson) -> GPTConfig:
+        size = source.size("hidden_size") // source.size("num_attention_heads")
+        source.refuse_unless("head_dim", source.get("head_dim"), (size, None))
+        share, theta = source.get("rotary_pct", 0.25), source.get("rotary_emb_base", 10000.0)
+        keys = {"partial_rotary_factor": share, "rope_theta": theta, "num_key_value_heads": None}
+        return super().read(source.with_keys(**keys))
+
+    def shares(self, config: GPTConfig) -> dict[str, Sequence[int]]:
+        return {"attention.query_key_value": (config.head_size,) * 3}
+
+    def leaves_out(self, tensor: str, config: GPTConfig) -> bool:
+        # Masks, and frequencies that are computed
+        return tensor.endswith((".attention.bias", ".masked_bias", ".rotary_emb.inv_freq"))
+
+    def write_rope(self, config: GPTConfig) -> dict[str, Any]:
+        keys = {"rotary_pct": config.rotary_share, "rotary_emb_base": config.rope_theta}
+        rope = super().write_rope(config)
+        rope["rope_parameters"]["partial_rotary_factor"] = config.rotary_share
+        return rope | keys
 
 
 class BalancedExperts(Family):

@@ -9,7 +9,6 @@ a head has channels without positions, then rotary ones in pairs (2i, 2i + 1), w
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf, nextafter
@@ -18,12 +17,11 @@ from typing import Any, ClassVar
 from longctx.hf.families.config_json import ConfigJson
 from longctx.hf.families.family import FULL, Family
 from longctx.hf.families.features import Qwen2Moe
-from longctx.hf.families.folds import Interleaved, Share
+from longctx.hf.families.folds import Interleaved
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Piece
 
 RECURRENT = "linear_attention"
-PART = re.compile(r"(model\.layers\.\d+\.)(.*)\.(\d)(\.weight|\.bias)")
 # Keys of config.json → options of the mixer, in their order
 DELTA = {"linear_num_key_heads": "key_heads", "linear_num_value_heads": "value_heads"}
 DELTA |= {"linear_key_head_dim": "key_size", "linear_value_head_dim": "value_size"}
@@ -54,23 +52,6 @@ class HybridFamily(Family):
 
     def read_keys(self) -> set[str]:
         return super().read_keys() | self.options.keys()
-
-    def shares(self, config: GPTConfig) -> dict[str, Sequence[int]]:
-        """Return tensors of a layer that have parts → rows of each part in each head."""
-        return {}
-
-    def tensors(self, config: GPTConfig) -> Iterator[Piece]:
-        sizes, pieces = self.shares(config), list[Piece]()
-        for piece in super().tensors(config):
-            if found := PART.fullmatch(piece.theirs):
-                layer, tensor, number, ending = found.groups()
-                fold = Share(sizes[tensor], int(number))
-                rows = piece.shape[0] // fold.sizes[fold.index] * sum(fold.sizes)
-                shape = rows, *piece.shape[1:]
-                piece = piece._replace(theirs=layer + tensor + ending, shape=shape, fold=fold)
-            pieces.append(piece)
-        # Parts of a tensor in their order
-        yield from sorted(pieces, key=lambda piece: getattr(piece.fold, "index", 0))
 
 
 class Qwen35(HybridFamily):

@@ -291,8 +291,8 @@ class FamilyTests:
         missing = read_config(tmp_path)
         self.config_class(**keys).to_json_file(tmp_path / "config.json", use_diff=False)
         assert missing == read_config(tmp_path)
-        (tmp_path / "config.json").write_text(json.dumps(self.content() | {"logit_scale": 0.5}))
-        with pytest.raises(ValueError, match=r"config\.json: logit_scale=0\.5 "):
+        (tmp_path / "config.json").write_text(json.dumps(self.content() | {"clip_qkv": 0.5}))
+        with pytest.raises(ValueError, match=r"config\.json: clip_qkv=0\.5 "):
             read_config(tmp_path)
 
     def test_keys_that_are_not_read_change_nothing_in_transformers(self, tmp_path):

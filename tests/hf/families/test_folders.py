@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from longctx.hf.export import export, export_adapter
 from longctx.hf.model_folder import pretrained, read_config
 from longctx.model import lora
-from longctx.spec.model_config import GPTConfig, LoraConfig
+from longctx.spec.model_config import LORA_TARGETS, GPTConfig, LoraConfig
 from tests.hf.families.parity import OLD, SMALL, check_computation, reference, write_tokenizer
 from tests.hf.families.test_families import family_tests
 
@@ -53,6 +53,18 @@ def test_windows_follow_layer_types(layer_types, window, window_layers, tmp_path
     assert (config.window, config.window_layers) == (window, window_layers)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     check_computation(theirs, tmp_path)
+
+
+def test_files_of_pythia_have_older_keys_and_masks(tmp_path):
+    reference(family_tests("gpt_neox")().config(0)).save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    expected, rope = read_config(tmp_path), content.pop("rope_parameters")
+    older = {"rotary_pct": rope["partial_rotary_factor"], "rotary_emb_base": rope["rope_theta"]}
+    assert read(tmp_path, content | older) == expected
+    file, layer = tmp_path / "model.safetensors", "gpt_neox.layers.0.attention"
+    masks = {"bias": torch.ones(1, 1, 4, 4, dtype=torch.bool), "masked_bias": torch.tensor(-1e9)}
+    save_file(load_file(file) | {f"{layer}.{name}": x for name, x in masks.items()}, file)
+    assert pretrained(tmp_path).config.rotary_share == rope["partial_rotary_factor"] < 1
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss"])
@@ -153,9 +165,10 @@ def test_layers_that_predict_further_are_left_out(tmp_path):
         ("gpt_oss", ["out", "gate_up", "down"]),
         ("gpt_oss", ["qkv", "down"]),
         ("glm4_moe", ["gate_up"]),  # with a dense layer, and experts for every token
+        *((kind, [*LORA_TARGETS]) for kind in ("gpt_neox", "starcoder2", "cohere2")),
     ],
 )
-def test_adapters_of_experts_compute_the_same_in_peft(kind, targets, tmp_path):
+def test_adapters_compute_the_same_in_peft(kind, targets, tmp_path):
     theirs = reference(family_tests(kind)().config(0))
     theirs.save_pretrained(tmp_path / "in")
     config = LoraConfig(8, scaling=0.7, targets=targets)

@@ -20,9 +20,9 @@ from tests.training.sample_run import check_resumes_exactly, losses, validations
 
 @pytest.fixture
 def folder(tmp_path: Path, corpus: Path) -> Path:
-    """A model with windows and a factor of its logits, and its tokenizer."""
+    """A model with a factor of its logits, and its tokenizer."""
     folder = tmp_path / "models" / "Cohere"
-    reference("cohere2").save_pretrained(folder)
+    reference("cohere").save_pretrained(folder)
     texts = [file.read_text() for file in sorted(corpus.iterdir())]
     bpe.train(texts, 301).save(folder / "tokenizer.json")
     return folder
@@ -88,7 +88,7 @@ def test_two_processes_compute_the_same(tuned, start, tmp_path):
         ({"rope": "yarn", "seq_len": 512}, "rope=yarn"),
         ({"memory": "balanced", "memory__mlp_tile": 8}, "memory.mlp_tile"),
         ({"model__vocab_size": 512}, "model.vocab_size=512"),
-        ({"transformers": "never"}, "model_type=cohere2"),
+        ({"transformers": "never"}, "model_type=cohere"),
         ({"transformers": "always", "init": None}, "transformers=always"),
     ],
 )
