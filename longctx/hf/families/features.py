@@ -117,7 +117,7 @@ class Paired(Family):
 
 
 class GptNeox(Family):
-    """A head of the tensor for q, k and v has its rows side by side. Each head has keys."""
+    """One tensor has q, k and v of each head side by side. Older files have masks and buffers."""
 
     def read(self, source: ConfigJson) -> GPTConfig:
         size = source.size("hidden_size") // source.size("num_attention_heads")
@@ -130,14 +130,12 @@ class GptNeox(Family):
         return {"attention.query_key_value": (config.head_size,) * 3}
 
     def leaves_out(self, tensor: str, config: GPTConfig) -> bool:
-        # Masks, and frequencies that are computed
         return tensor.endswith((".attention.bias", ".masked_bias", ".rotary_emb.inv_freq"))
 
     def write_rope(self, config: GPTConfig) -> dict[str, Any]:
-        keys = {"rotary_pct": config.rotary_share, "rotary_emb_base": config.rope_theta}
         rope = super().write_rope(config)
         rope["rope_parameters"]["partial_rotary_factor"] = config.rotary_share
-        return rope | keys
+        return rope | {"rotary_pct": config.rotary_share, "rotary_emb_base": config.rope_theta}
 
 
 class BalancedExperts(Family):
