@@ -54,9 +54,7 @@ def check_attention(config: TrainConfig | EvalConfig, model: GPTConfig, device: 
     if sharing.degree not in (1, "auto") and sharing.method_for(model.heads) == "allgather":
         # A rank's queries see arbitrary intervals of keys
         shard = Mask("intervals")
-    if (windowed := config.attention.window) and (model.window is None or not model.has_kernels):
-        lacks = "model.window=null" if model.has_kernels else "transformers computes the model"
-        raise ValueError(f"attention.window={windowed}: {lacks}; give one backend for all layers")
+    mixers.check_windows(model, config.attention.window)
     for chosen in config.attention.each:
         attention.check(
             chosen.backend,

@@ -17,7 +17,7 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any, NamedTuple
 
-from longctx.config.fields import Group, key
+from longctx.config.fields import Group, key, refuse
 from longctx.spec.parts import AttentionSpec, LinearSpec, Piece
 
 SOFTMAX = "softmax"  # attention by the backend that attention= names
@@ -241,3 +241,12 @@ def check(model: Any, device: str, degree: int | str, method: str) -> None:
         if isinstance(degree, int) and degree > 1 and (heads % degree or method == "allgather"):
             give = "context.method=ulysses" if heads % degree == 0 else f"one that divides {heads}"
             raise ValueError(f"{setting}context={degree} shares its heads; give {give}")
+
+
+def check_windows(model: Any, backend: str | None) -> None:
+    """Raise ValueError if no layer of `model` has a window, for which attention.window names a
+    `backend`.
+    """
+    lacks = "model.window=null" if model.has_kernels else "transformers computes the model"
+    is_unused = backend and (model.window is None or not model.has_kernels)
+    refuse((is_unused, f"attention.window={backend}: {lacks}; give one backend for all layers"))
