@@ -97,7 +97,7 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
             own.append(f"plugins=[{','.join(plugins)}]")
     # All models are checked before the first one trains
     models = {name: training_run(own, device).workload for name, own in entrants.items()}
-    rows: list[Row] = [{"mixer": x, "parameters": models[x].parameters} for x in entrants]
+    rows: list[Row] = [{"mixer": x, "parameters": models[x].model.parameters()} for x in entrants]
     about = {"command": command, "tokens of each run": steps * of_step, **machine()}
     texts = ["passkey=true", "passkey.depths=[0,0.25,0.5,0.75,1]", "passkey.samples=4"]
     texts += [] if options.passkeys is None else [f"passkey.lengths={[*options.passkeys]}"]
