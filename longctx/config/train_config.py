@@ -27,6 +27,7 @@ from longctx.config.fields import (
 )
 from longctx.config.layout_config import ContextConfig, MemoryConfig, StrategyConfig
 from longctx.config.rope_config import RopeConfig
+from longctx.model.mixers.description import check_windows
 from longctx.spec.model_config import GPTConfig, LoraConfig
 from longctx.spec.step import LONGEST_ROW
 
@@ -274,6 +275,7 @@ class TrainConfig(Group):
         """Raise ValueError for keys with which `model` cannot be trained."""
         refuse_first(chain(self._problems_of_experts(model), self._problems_of_fp8(model)))
         self.lora.check_model(model)
+        check_windows(model, self.attention.window)
 
     def _problems_of_experts(self, model: GPTConfig) -> Iterator[str]:
         """Yield a message for what the experts of `model` do not go with."""

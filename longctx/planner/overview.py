@@ -15,7 +15,6 @@ from typing import Any
 from longctx.attention.description import AttentionConfig
 from longctx.config.asked import divisions, with_vocabulary, workload_of
 from longctx.config.train_config import TrainConfig
-from longctx.model.mixers.description import check_windows
 from longctx.planner import fitting, step_time
 from longctx.planner.peak_memory import TERMS, predict
 from longctx.spec.hardware import GIB, Chip
@@ -199,7 +198,6 @@ def without_data(request: TrainConfig, device: str) -> Workload:
     if isinstance(request.seq_len, str):
         raise ValueError("seq_len=max: a run finds that on its GPU; here give a number of tokens")
     request.check_model(request.model)
-    check_windows(request.model, request.attention.window)
     step = workload_of(request, device, request.seq_len)
     return with_vocabulary(step, request.data.vocab_size)
 
