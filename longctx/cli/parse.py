@@ -206,7 +206,8 @@ def full_keys(schema: type, names: Iterable[str]) -> dict[str, str]:
     """
     known = keys(schema)
     short = {key.rpartition(".")[0]: key for key, declared in known.items() if declared.short}
-    short |= {f"{group}.{known[key].short}": key for group, key in short.items()}
+    words = {f"{group}.{known[key].short}": key for group, key in short.items()}
+    short |= {word: key for word, key in words.items() if known[key].short is not True}
     full_names = {name: short.get(name, name) for name in names}
     fields.refuse_all(
         fields.unknown(name, known)

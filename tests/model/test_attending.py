@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from longctx.attention import Mask
 from longctx.model import GPT
 from longctx.spec.model_config import GPTConfig
 from tests.model.test_mixers import SIZES, loaded, small, step
@@ -45,6 +46,15 @@ def test_the_kernel_and_its_gradients_are_the_formula(name, changes):
     assert all(x.abs().max() > 0 for x in found)
     plain = small("softmax", **changes)
     assert (gradients(plain)[0] - found[0]).abs() > 1e-3
+
+
+def test_forgetting_begins_anew_in_each_document():
+    model, tokens = small("fox"), torch.arange(2**11).remainder(71)[None]
+    with torch.no_grad():
+        packed = model(tokens, mask=Mask.documents(torch.arange(2**11)[None] // 32))[:, -32:]
+        alone = model(tokens[:, -32:])
+    # Sums over all documents would end above 1,024, where fp32 has steps of 2^-13
+    assert (packed - alone).abs().max() < 2**-18 * alone.abs().max()
 
 
 def test_settings_that_they_lack_are_refused():
