@@ -1,7 +1,7 @@
 """A data set: documents of one source or several, tokenized, split and packed into sequences.
 
 tokenizers/KEY    BPE trained on the documents         key: identities of corpora, vocabulary size
-documents/KEY     documents as tokens (Arrow)          key: identity of a corpus, tokenizer
+documents/KEY     documents as tokens (Arrow)          key: format, identity of a corpus, tokenizer
 packings/KEY      position of each piece in sequences  key: documents, split, seq_len
 
 Each folder is cached by a fingerprint of these values. A weight in a mix is a share of the
@@ -37,7 +37,7 @@ from longctx.data.selection import grouped, selected
 from longctx.data.sources import mix
 from longctx.data.sources.registry import check, open_corpus
 from longctx.data.split import by_hash
-from longctx.data.store import Store, build, progress
+from longctx.data.store import FORMAT, Store, build, progress
 from longctx.data.tokenizer import Tokenizer, train
 
 if TYPE_CHECKING:
@@ -422,7 +422,7 @@ def _tokenized(name: str, config: DataConfig, corpus: Corpus, tokenizer: Tokeniz
         place = f"data.path={config.path}" if config.paths() else f"data={config.source}"
         build(folder, place, corpus, tokenizer, config)
 
-    key = fingerprint([_identity(config, corpus), tokenizer.fingerprint])
+    key = fingerprint([FORMAT, _identity(config, corpus), tokenizer.fingerprint])
     with _named(name):
         store = Store(cached(cache_folder(config) / "documents" / key, write))
         return selected(store, corpus, config)

@@ -26,6 +26,7 @@ from longctx.config.fields import refuse
 from longctx.data.documents import Corpus, Document, exact_key
 from longctx.data.tokenizer import Tokenizer
 
+FORMAT = 2  # of a folder
 _BATCH = 8 << 20  # characters tokenized and written together
 
 
@@ -48,9 +49,9 @@ class Store:
             self.table = pa.ipc.open_stream(source).read_all()
         with np.load(folder / "documents.npz") as arrays:
             keys: np.ndarray = arrays["keys"]
-            texts: np.ndarray = arrays.get("texts", keys)
+            texts: np.ndarray = arrays["texts"]
             self.dropped = int(arrays["dropped"])
-            self.shortened = int(arrays["shortened"]) if "shortened" in arrays else 0
+            self.shortened = int(arrays["shortened"])
         chunks = self.table.column("input_ids").chunks
         self._ids = [view(chunk.values) for chunk in chunks]
         self._marks: list[np.ndarray] | None = None

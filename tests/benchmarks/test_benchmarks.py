@@ -156,10 +156,11 @@ def test_steps_of_each_peer_are_a_row(result_of, tmp_path):
     (tmp_path / "model.py").write_text(NANOGPT)
     shape = ["model=tiny", "model.layers=2", "model.channels=96", "model.kv_heads=4"]
     shape += ["model.ffn=256", "model.vocab_size=512", "workers=0"]
+    peers = [x for x in (*steps.OURS, *steps.OTHERS) if x not in ("longctx-sdpa", "longctx-fp8")]
     own = ["lengths=33", "step_tokens=70", "warm=1", "steps=2", f"nanogpt={tmp_path}"]
-    result = result_of("steps", *own, *shape)
+    result = result_of("steps", f"peers={','.join(peers)}", *own, *shape)
     rows = {row["peer"]: row for row in result["rows"]}
-    assert list(rows) == [*steps.OURS, *steps.OTHERS]
+    assert list(rows) == peers
     for name in ("longctx", "nanogpt", "transformers"):
         assert (rows[name]["rows"], rows[name]["tokens"], len(rows[name]["ms"])) == (2, 33, 2)
         speed = rows["longctx"]["tokens_per_second"] / rows[name]["tokens_per_second"]
@@ -253,6 +254,14 @@ def test_a_small_card_is_measured(tmp_path):
     assert line["`flash`"] == f"{speed:,.0f} (unknown card)"
 
 
+def test_every_entrant_of_the_arena_is_a_model():
+    plain = training_run(arena.USUAL["cpu"].split(), "cpu").workload
+    words = {x: arena.settings(x, plain) for x in arena.SETTINGS.keys() - arena.OWN.keys()}
+    models = {x: training_run([*arena.USUAL["cpu"].split(), *words[x]], "cpu") for x in words}
+    assert len({repr(x.workload.model) for x in models.values()}) == len(words)
+    assert models["window-full"].workload.model.windows() == {64: 3, None: 1}
+
+
 def test_arena_refuses_a_model_before_the_others_train(tmp_path, refused, monkeypatch):
     monkeypatch.setattr("longctx.config.train_config.find_spec", lambda package: None)
     words = ["arena", "mixers=softmax,gdn-softmax", "model.layers=2", "minutes=0.001"]
@@ -262,13 +271,13 @@ def test_arena_refuses_a_model_before_the_others_train(tmp_path, refused, monkey
     refused(main([*words, f"out={tmp_path}/arena"]), "arena: has softmax already; give another")
 
 
-@pytest.mark.slow  # two runs and two steps, each in a process of its own
+@pytest.mark.slow  # runs, readings, checks and steps, each in a process of its own
 def test_arena_writes_a_page_of_mixers_and_plugins(tmp_path, monkeypatch, capsys, refused):
     for code in blocks("extend.md", "python")[:2]:
         (tmp_path / code.split()[1]).write_text(code)
     monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    names, files = ["window-full", "short", "alibi"], "plugins=[my_mixer.py,my_scores.py]"
+    names, files = ["short", "alibi"], "plugins=[my_mixer.py,my_scores.py]"
     words = ["arena", f"mixers={','.join(names)}", "tokens=256", "lengths=64", files, *TINY[:-2]]
     words += ["passkeys=256", "data.vocab_size=300", "data.documents=20", "seq_len=64"]
     words += ["batch_size=1", "accumulate=1", "val_rows=2", "compile=false", "device=cpu"]

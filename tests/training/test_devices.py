@@ -72,7 +72,7 @@ def test_a_sharded_run_resumes_on_any_devices(overrides, tmp_path, capsys):
     assert (tmp_path / "out" / "config.json").is_file()
 
 
-SLOW = [(1, 12, 1000), (2, 28, 2000), (4, 12, 3000)]
+SLOW = [(1, 8, 1088), (2, 20, 2108), (4, 8, 3164)]
 
 
 @pytest.mark.parametrize(
