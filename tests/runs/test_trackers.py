@@ -1,8 +1,11 @@
-"""Trackers get the numbers of metrics.jsonl, each by its real package, offline."""
+"""Trackers get the numbers of metrics.jsonl, each by its real package, offline; wandb's workspace
+shows what is logged.
+"""
 
 import json
 import math
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,9 @@ import pytest
 from longctx import cli, plugins
 from longctx.config.doors import TRACKERS
 from longctx.config.train_config import WandbConfig
-from longctx.runs import metrics_file
+from longctx.report import dashboard
+from longctx.runs import metrics, metrics_file
+from longctx.runs.metrics import EVERYWHERE, Metric
 from longctx.runs.tracking import Tracker
 
 FACTS = {"seq_len": 64, "model": {"layers": 2}}
@@ -167,3 +172,44 @@ def test_trackers_that_hang_share_the_time_of_an_end(folder, own, monkeypatch):
 
 def test_a_tracker_that_cannot_be_used_is_refused(refused):
     assert "tensorboard" in refused(cli.main(["train", "tracker=tensorbord"]), "tracker=tensorbord")
+
+
+# The workspace
+
+NEW = Metric("pages_per_hour", "reading", shown=EVERYWHERE, better="max", of_run="median")
+
+
+def test_a_refusal_is_one_line(monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setattr(wandb, "login", lambda **_: True)
+    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
+    with pytest.raises(ValueError, match=r"^project=p: .*wandb-workspaces .*wandb_workspaces"):
+        dashboard.dashboard("p", "me")
+    monkeypatch.setattr(wandb, "login", lambda **_: False)
+    with pytest.raises(ValueError, match=r"^project=p: .*wandb login"):
+        dashboard.dashboard("p")
+
+
+def test_the_workspace_has_every_metric_once_over_tokens(monkeypatch):
+    """wandb-workspaces checks every panel as it is made; what is saved holds all of them."""
+    pytest.importorskip("wandb_workspaces")
+    monkeypatch.setattr(metrics, "METRICS", (*metrics.METRICS, NEW))
+    spec = dashboard.workspace("p", "e", "n")._to_model().model_dump()["spec"]
+    saved = {
+        section["name"]: section["panels"]
+        for section in spec["section"]["panel_bank_config"]["sections"]
+    }
+    panels = [panel for section in saved.values() for panel in section]
+    kinds = {"Run History Line Plot", "Scatter Plot", "Bar Chart"}
+    assert {panel["view_type"] for panel in panels} == kinds
+    titles = [
+        key
+        for panel in panels
+        if panel["view_type"] == "Run History Line Plot"
+        for key in panel["config"]["chart_title"].split(", ")
+    ]
+    families = {f"{metrics.BY_POSITION}/*", f"{metrics.FACTS_FOUND}/*"}
+    shown = {x.key for x in metrics.METRICS if not x.hidden} - {"step"} | families
+    assert sorted(titles) == sorted(shown)
+    assert "pages_per_hour.last" in json.dumps(saved["Context extension"], default=str)
+    assert "summary:pages_per_hour.last" in json.dumps(spec, default=str)
