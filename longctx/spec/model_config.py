@@ -245,8 +245,8 @@ class GPTConfig(mixers.MixerKeys):
         groups, count = experts.groups, experts.count or 0
         allowed = count // groups * min(groups, experts.top_groups)
         if count and (experts.per_token > allowed or count % groups or count < 2 * groups):
-            given = f"model.experts.per_token={experts.per_token} count={count} groups={groups}"
-            yield f"{given}: a token has at most {allowed}; groups are equal, of 2 or more"
+            given = f"model.experts.per_token={experts.per_token} model.experts.groups={groups}"
+            yield f"{given}: at most {allowed} of {count}; groups are equal, of 2 or more"
         if experts.count is not None and (self.channels % 8 or self.expert_ffn % 8):
             sizes = f"model.channels={self.channels} model.experts.ffn={self.expert_ffn}"
             yield f"{sizes}: the grouped products of experts take multiples of 8"
