@@ -13,6 +13,7 @@ from longctx.config.fields import Group, build, declared_as, key, keys
 from longctx.config.layout_config import ContextConfig, MemoryConfig
 from longctx.config.other_names import NAMES, NOTES, OF_OTHERS, VALUES
 from longctx.config.train_config import TrainConfig
+from longctx.spec.model_config import LORA_TARGETS
 
 REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())
 SCHEMAS = [keys(schema) for schema in (TrainConfig, EvalConfig, GenerateConfig)]
@@ -83,6 +84,6 @@ def test_every_answer_is_a_key_or_a_value_of_ours():
     for name, ours in OF_OTHERS:
         assert any(ours in known and name not in known for known in SCHEMAS), name
     choices = {choice for known in SCHEMAS for key in known.values() for choice in key.choices}
-    choices |= {name for group in presets.GROUPS for name in presets.names(group)}
+    choices |= {name for group in presets.GROUPS for name in presets.names(group)} | {*LORA_TARGETS}
     assert set(VALUES.values()) <= choices
     assert not choices & VALUES.keys()
