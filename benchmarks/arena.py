@@ -56,6 +56,7 @@ FIGURES = ("val_loss", "tokens_per_second", "memory_peak_gib", "process_peak_gib
 LATE = "no minutes left"
 LATE_POINT: Row = {"failed": LATE}
 KEYS_FOUND = "pass keys found, from the beginning of a text to its end"
+OF_STEPS = ("tokens of a sequence", "tokens/s", "a step of training")
 BY_LENGTH = ("tokens/s of steps", "GiB of steps", KEYS_FOUND)
 
 
@@ -204,15 +205,16 @@ def timed(words: list[str], lengths: tuple[int, ...], end: float) -> dict[int, R
 def write_page(about: Row, rows: list[Row], out: Path) -> None:
     """Write page.json, page.md and page.png of what is measured so far."""
     write_json(out / "page.json", about | {"rows": rows})
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    axes = figure.subplots(1, 2)
+    panels = 1 + any(row.get(BY_LENGTH[0]) for row in rows)  # one, if no steps are timed
+    figure = Figure(figsize=(6 * panels, 4), layout="constrained")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
     for row in rows:
         speeds = {n: x for n, x in row.get(BY_LENGTH[0], {}).items() if isinstance(x, float)}
-        for axis, found in zip(axes, (row.get("losses", {}), speeds), strict=True):
+        for axis, found in zip(axes, (row.get("losses", {}), speeds), strict=False):
             axis.plot(list(found), list(found.values()), "o-", label=row["mixer"])
-    axes[0].set(xlabel="tokens before", ylabel="loss", title="validation loss by position")
-    axes[1].set(xlabel="tokens of a sequence", ylabel="tokens/s", title="a step of training")
-    for axis in axes:
+    names = ("tokens before", "loss", "validation loss by position"), OF_STEPS
+    for axis, (x, y, title) in zip(axes, names, strict=False):
+        axis.set(xlabel=x, ylabel=y, title=title)
         axis.set_xscale("log", base=2)
     axes[0].legend()
     save_figure(figure, out / "page.png")
