@@ -119,9 +119,8 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
         peaks = {n: x.get("measured_gib") for n, x in found.items()}
         return dict(zip(BY_LENGTH, (speeds, peaks), strict=False))
 
-    plugins = [x for own in entrants.values() for x in plugins_of(own)]
     names = [x.replace(SOFTMAX, "flash") for x in options.mixers if x in {SOFTMAX, *FILES}]
-    subjects = dict.fromkeys([*names, *plugins])
+    subjects = dict.fromkeys([*names, *(x for own in entrants.values() for x in plugins_of(own))])
     with ThreadPoolExecutor(options.jobs) as pool:
         # Steps are timed last: their processes take the machine one after another
         for measured in (compete, time_steps):
