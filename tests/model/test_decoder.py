@@ -12,7 +12,6 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3_5TextConfig,
-    SmolLM3Config,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -22,11 +21,14 @@ from longctx.hf.model_folder import pretrained
 from longctx.model import GPT
 from longctx.model.decoder import Decoder, Sampler, continuations
 from longctx.spec.model_config import GPTConfig
-from tests.hf.families.parity import ROPES, SIZES, SPECIAL, reference
+from tests.hf.families.parity import ROPES, SIZES, reference
+from tests.hf.families.test_families import family_tests
 from tests.inputs import DEVICE, check_decoding
 
 LENGTHS = (1, 13, 61)  # of the prompts of a batch; the last text grows beyond the 64 positions
 NEW = 19
+# Layers without positions, parallel ones, with windows: a configuration whose texts vary
+KINDS = {"smollm3": 5, "gpt_neox": 8, "starcoder2": 6, "cohere2": 4}
 GROUPED: dict[str, Any] = {**SIZES, "num_key_value_heads": 2}
 
 
@@ -35,9 +37,7 @@ MODELS: dict[str, PreTrainedConfig] = {
     "qwen2, biases and half windowed": Qwen2Config(
         **GROUPED, use_sliding_window=True, sliding_window=11, max_window_layers=1
     ),
-    "smollm3, layers without positions": SmolLM3Config(
-        **GROUPED, no_rope_layer_interval=2, **SPECIAL
-    ),
+    **{x: family_tests(x)().config(n, tie_word_embeddings=False) for x, n in KINDS.items()},
     "qwen3_5, layers with a state": Qwen3_5TextConfig(
         # A dictionary of its own: transformers would write into that of all others
         **GROUPED | {"rope_parameters": {**SIZES["rope_parameters"], "partial_rotary_factor": 0.5}},
