@@ -303,7 +303,9 @@ def _of_experts(name: str, piece: Piece, layers: dict[str, Any]) -> tuple[str, s
     layer, (part, target, _) = layers[piece.ours], piece.ours.rsplit(".", 2)
     # (experts, rows, rank), however a folder stacks the weights
     of_each = Stacked(layer.experts, False, getattr(piece.fold, "paired", False)).save(layer.lora_b)
-    experts = re.sub(r"(layers\.\d+\.).*", r"\1mlp.experts", name)
+    # Experts in one tensor are in the module that the folder names
+    module = r"\2" if isinstance(piece.fold, Stacked) else "mlp"
+    experts = re.sub(r"(layers\.\d+\.)(\w+).*", rf"\1{module}.experts", name)
     is_innermost = target == "gate_up" and f"{part}.down.weight" in layers
     wrapper = f"{experts}.base_layer" if is_innermost else experts
     return wrapper, f"{experts}.{target}_proj", of_each.permute(1, 2, 0).flatten(1)

@@ -19,17 +19,7 @@ from longctx import files
 from longctx.hf.families import FAMILIES, read_model, write_config
 from longctx.hf.families.config_json import text_name, wraps
 from longctx.hf.families.family import EMBEDDING, LM_HEAD
-from longctx.hf.stored import (
-    BLOCKS,
-    DTYPES,
-    SCALES,
-    Stored,
-    inventory,
-    shape_of_mxfp4,
-    values_of,
-    warn_of_not_finite,
-    write_json,
-)
+from longctx.hf.stored import DTYPES, Stored, inventory, values_of, warn_of_not_finite, write_json
 from longctx.model.gpt import GPT
 from longctx.parallel import sharding
 from longctx.runs.checkpoints import not_finite
@@ -95,13 +85,6 @@ def check_weights(config: GPTConfig, folder: Path) -> dict[str, Stored]:
 def text_tensors(folder: Path) -> dict[str, Stored]:
     """Return the tensors of the text model in `folder`, by their names in a folder of its own."""
     stored = inventory(folder)
-    for name in [name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)]:
-        if name + SCALES in stored:
-            blocks, scales = stored.pop(name + BLOCKS), stored.pop(name + SCALES)
-            is_bytes = blocks.dtype == scales.dtype == "U8"
-            dtype = "BF16" if is_bytes else "MXFP4 that is not in bytes"
-            shape = shape_of_mxfp4(blocks.shape, scales.shape)
-            stored[name] = blocks._replace(shape=shape, dtype=dtype, scales=scales)
     if not wraps(folder):
         return stored
     named = {text_name(name): tensor for name, tensor in stored.items()}
@@ -169,9 +152,11 @@ def writer(
 
 
 def pieces(model: GPT) -> Iterator[Piece]:
-    """Yield every tensor of a folder, as rows of a parameter of `model`."""
+    """Yield every tensor by its name in transformers, as rows of a parameter of `model`."""
     keys = write_config(model.config, model.config.context or 1)
-    yield from FAMILIES[keys["model_type"]].tensors(model.config)
+    family = FAMILIES[keys["model_type"]]
+    for piece in family.tensors(model.config):
+        yield piece._replace(theirs=family.named(piece.theirs))
 
 
 def shares_of(pieces: Iterator[Piece]) -> dict[str, list[Piece]]:

@@ -78,6 +78,13 @@ def inventory(folder: Path) -> dict[str, Stored]:
                 "belongs in one file"
             )
         stored |= header
+    for name in [name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)]:
+        if name + SCALES in stored:
+            blocks, scales = stored.pop(name + BLOCKS), stored.pop(name + SCALES)
+            is_bytes = blocks.dtype == scales.dtype == "U8"
+            dtype = "BF16" if is_bytes else "MXFP4 that is not in bytes"
+            shape = shape_of_mxfp4(blocks.shape, scales.shape)
+            stored[name] = blocks._replace(shape=shape, dtype=dtype, scales=scales)
     return stored
 
 

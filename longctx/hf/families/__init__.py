@@ -15,12 +15,12 @@ from typing import Any
 
 from longctx import files, untrusted
 from longctx.config.fields import refuse
-from longctx.hf.families.config_json import ConfigJson
-from longctx.hf.families.family import FAMILIES, PARTS, TABLES, Family, register
+from longctx.hf.families.config_json import TABLES, ConfigJson
+from longctx.hf.families.family import FAMILIES, PARTS, Family, register
 from longctx.spec.model_config import GPTConfig
 
 for _name, _table in TABLES.items():
-    for _part in _table.pop("like", ()):
+    for _part in (*_table.pop("like", ()), "every"):
         # Lists and tables add up
         for _key, _value in PARTS[_part].items():
             _own = _table.get(_key, type(_value)())
@@ -101,7 +101,8 @@ def write_config(config: GPTConfig, context: int) -> dict[str, Any]:
         context = config.context or context
     wanted = _comparable(config, context)
     for family, keys in _candidates(config):
-        keys |= {"max_position_embeddings": context}
+        names = {x for x, key in family.aliases.items() if key == "max_position_embeddings"}
+        keys |= dict.fromkeys(["max_position_embeddings", *names], context)
         with suppress(ValueError):
             found = family.read(ConfigJson(Path("config.json"), keys))
             if _comparable(found, context) == wanted:

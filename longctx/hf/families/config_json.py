@@ -8,6 +8,7 @@ an export is a folder of its own.
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,33 +16,14 @@ from typing import Any
 from longctx import untrusted
 from longctx.config.rope_config import ORIGINAL, is_number
 
-# model_type of a multimodal config.json → that of its text_config, if it has none
-WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}
-WRAPPERS |= {"qwen3_5_moe": "qwen3_5_moe_text"}
-# Names as folders have them, and as transformers has them in memory; in a text model's own folder
-PREFIXES = {
-    "language_model.model.": "model.",
-    "model.language_model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "lm_head.": "lm_head.",
-}
-# Kinds of layers as older files name them
-OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
-
+TABLES = tomllib.loads((Path(__file__).parent / "families.toml").read_text(encoding="utf-8"))
+WRAPPERS: dict[str, str] = TABLES.pop("wrappers")
+PREFIXES: dict[str, str] = TABLES.pop("prefixes")
+OLDER: dict[str, str] = TABLES.pop("older_kinds")
 # Keys that change the computation → the values for GPT. A missing key has the first one. A family
 # may read a key itself, and other values with it.
-COVERED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "partial_rotary_factor": (1.0, None),
-    "is_causal": (True,),
-    "quantization_config": (None,),
-    "rope_interleaved": (False, None),
-    "use_mrope": (False, None),
-    "add_cross_attention": (False, None),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "use_sliding_window": (False, None),
-}
+COVERED: dict[str, tuple[Any, ...]] = {key: tuple(x) for key, x in TABLES.pop("covered").items()}
+COVERED |= {key: (*values, None) for key, values in TABLES.pop("covered_or_null").items()}
 
 
 class ConfigJson(dict[str, Any]):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -17,35 +16,18 @@ from typing import Any
 
 from longctx import untrusted
 from longctx.config.rope_config import check_scaling
-from longctx.hf.families.config_json import ConfigJson
+from longctx.hf.families.config_json import TABLES, ConfigJson
 from longctx.hf.families.folds import Share, Stacked
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import BlockSpec, Piece
 
-TABLES = tomllib.loads((Path(__file__).parent / "families.toml").read_text(encoding="utf-8"))
 HARMLESS = frozenset(TABLES.pop("harmless").split())
 SHARED = frozenset(TABLES.pop("shared").split())
 PARTS = TABLES.pop("parts")
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PART = re.compile(r"(.*\.layers\.\d+\.)(.*)\.(\d)(\.weight|\.bias)")
 FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers
-# What every family reads and writes: key of config.json → key of GPTConfig
-SIZES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "channels",
-    "intermediate_size": "ffn",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "max_position_embeddings": "context",
-}
-FLAGS: dict[str, Sequence[str]] = {"tie_word_embeddings": ("tied",)}
-# Numbers above 0: key of config.json → key of GPTConfig, and the value of a missing one; then, if
-# ours is another number, its name among FUNCTIONS
-NUMBERS: dict[str, Sequence[Any]] = {
-    "rms_norm_eps": ("norm_eps", 1e-6),
-    "initializer_range": ("init_std", 0.02),
-}
+# Name in a table → our number, of that in config.json
 FUNCTIONS: dict[str, Callable[[float], float]] = {
     "inverse": lambda x: 1 / x,
     "root": lambda x: x**0.5,
@@ -62,15 +44,16 @@ class Family:
     code: the class here, by its module.
     fixed: keys of GPTConfig that have one value in all models of this family.
     sizes: whole numbers: key of config.json → key of GPTConfig.
-    numbers: as NUMBERS; without a second item a missing one is none.
+    numbers: above 0: key of config.json → key of GPTConfig, the value of a missing one (without, it
+        is none), and, if ours is another number, its name among FUNCTIONS.
     flags: key of config.json, true or false → keys of GPTConfig that all have its value.
     choices: key of config.json → key of GPTConfig, and its value for each text.
     aliases: another name that transformers reads too → key of config.json, a whole number.
     full_every: without layer_types every n-th layer has no window: n, or its key of config.json.
     full_nope: "always", or "with sliding_window": layers without a window have no positions then.
     thetas: base of the rotary frequencies in full layers, and in those with a window.
-    dense: key of config.json: the number of layers without experts, which are the first, or
-        "dense" for each; by default it is the first.
+    dense: keys of config.json: the number of layers without experts, which are the first, or
+        "dense" for each. The first key counts that is there; by default it is one layer.
     further: what its folders have to predict further tokens, and is left out: "mtp", tensors of
         that name, or "layers" behind the last one.
     keys: other keys of config.json that it reads.
@@ -79,12 +62,16 @@ class Family:
     parts: part of a block → its name in layers.
     names: words of our tensors' names → this family's, replaced in this order; tensors of one name
         are joined by rows.
-    alike: word in names of tensors → another for the same, which folders may have too.
+    alike: word in names of tensors → transformers' own, which folders may have too.
     defaults: values of transformers for keys that config.json lacks.
     rope: rope_parameters of transformers, if config.json has none.
     rope_types: those that its class has; none: all.
-    stacked: tensor of an expert → that of a layer's experts, in which gate and up are one.
+    experts: tensor of an expert → its name in layers, with {} for its number; without, experts have
+        one tensor, and gate and up, too.
     turned: those tensors have rows as columns, the ones of gate and up by turns.
+    mixers: of layers that layer_types does not call full_attention, and of those that it does.
+    options: key of config.json → option of the first of them, in their order.
+    shared: keys of config.json: the width of all shared experts, and that of one of the others.
     """
 
     model_type: str
@@ -99,7 +86,7 @@ class Family:
     full_every: int | str | None = None
     full_nope: str = ""
     thetas: Sequence[float] = ()
-    dense: str = ""
+    dense: Sequence[str] = ()
     further: str = ""
     keys: Sequence[str] = ()
     harmless: Sequence[str] = ()
@@ -110,8 +97,11 @@ class Family:
     defaults: dict[str, Any] = field(default_factory=dict)
     rope: dict[str, Any] = field(default_factory=dict)
     rope_types: Sequence[str] = ()
-    stacked: dict[str, str] = field(default_factory=dict)
+    experts: dict[str, str] = field(default_factory=dict)
     turned: bool = False
+    shared: Sequence[str] = ()
+    mixers: Sequence[str] = ()
+    options: dict[str, str] = field(default_factory=dict)
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         """Return the keys of GPTConfig that no table holds, but for windows, as config.json says
@@ -135,7 +125,7 @@ class Family:
         return is_behind if self.further == "layers" else layer == self.further
 
     def named(self, tensor: str) -> str:
-        """Return one name of a tensor for all that folders have for it."""
+        """Return transformers' name of a tensor, of any that folders have for it."""
         return ".".join(self.alike.get(word, word) for word in tensor.split("."))
 
     def name_of(self, tensor: str) -> str:
@@ -186,15 +176,16 @@ class Family:
             for piece in part.pieces(f"model.layers.{n}", f"blocks.{n}"):
                 theirs = self.name_of(piece.theirs)
                 layer, is_of_expert, tensor = theirs.partition(".mlp.experts.")
-                if is_of_expert and self.stacked:
-                    theirs = f"{layer}.{self.stacked[tensor.partition('.')[2]]}"
+                if is_of_expert and self.experts:
+                    number, _, tensor = tensor.partition(".")
+                    theirs = f"{layer}.{self.experts[tensor].format(number)}"
                 piece = piece._replace(theirs=theirs)
                 if before := joined.get(theirs):
                     rows = before.shape[0] + piece.shape[0]
                     piece = before._replace(shape=(rows, *piece.shape[1:]))
                 joined[theirs] = piece
         for theirs, piece in joined.items():
-            if theirs.removeprefix(f"model.layers.{n}.") in self.stacked.values():
+            if theirs.removeprefix(f"model.layers.{n}.") in self.experts.values():
                 is_paired = self.turned and "gate_up" in piece.ours
                 fold = Stacked(block.linears["mlp.gate_up"].experts, self.turned, is_paired)
                 piece = piece._replace(shape=fold.shape(piece.shape), fold=fold)
@@ -219,11 +210,11 @@ class Family:
             source.refuse_unless(f"{source.rope_key}.rope_type", kind, tuple(self.rope_types))
         values: dict[str, Any] = {
             **self.fixed,
-            **{ours: source.size(key) for key, ours in (SIZES | self.sizes).items()},
+            **{ours: source.size(key) for key, ours in self.sizes.items()},
             "rope_theta": theta,
             "rotary_share": source.rotary_share("partial_rotary_factor" in self.keys),
         }
-        for key, (ours, *others) in (NUMBERS | self.numbers).items():
+        for key, (ours, *others) in self.numbers.items():
             number = source.number(key, *others[:1])
             values[ours] = FUNCTIONS[others[1]](number) if others[1:] else number
         for key, (ours, known) in self.choices.items():
@@ -231,7 +222,7 @@ class Family:
             value = json.dumps(value) if isinstance(value, bool) else str(value)
             source.refuse_unless(key, value, tuple(known))
             values[ours] = known[value]
-        for key, names in (FLAGS | self.flags).items():
+        for key, names in self.flags.items():
             values |= dict.fromkeys(names, source.flag(key))
         # channels / heads is what null means, so an equal model has an equal config
         if source.get("head_dim") is not None:
@@ -243,12 +234,16 @@ class Family:
             values["nope_layers"] = [n for n in range(layers) if n not in windowed]
         values["window"] = source.size("sliding_window") if windowed else None
         values["window_layers"] = None if len(windowed) in (0, layers) else windowed
+        if self.shared and source.get(self.shared[0]) != 0:
+            (width, one), (name, divisor) = map(source.size, self.shared), self.shared
+            if width % one:
+                raise source.error(f"{name}={width} must be a multiple of {divisor}={one}")
+            values["experts.shared"] = width // one
         if self.dense:
-            kinds = source.get(self.dense)
-            kinds = 1 if kinds is None else kinds
+            given = (source[key] for key in self.dense if source.get(key) is not None)
+            kinds = next(given, 1)
             kinds = ["dense"] * min(kinds, layers) if isinstance(kinds, int) else kinds
-            dense = [n for n, kind in enumerate(kinds) if kind == "dense"]
-            values["experts.dense_layers"] = dense
+            values["experts.dense_layers"] = [n for n, x in enumerate(kinds) if x == "dense"]
 
         # Keys such as experts.count are those of a group
         config = GPTConfig()
@@ -266,8 +261,8 @@ class Family:
     def read_keys(self) -> set[str]:
         """Return the keys of config.json that this family reads and not all do."""
         every = self.full_every if isinstance(self.full_every, str) else ""
-        tables = self.flags, self.sizes, self.numbers, self.choices, self.aliases
-        return {*self.keys, self.dense, every}.union(*tables)
+        tables = self.flags, self.sizes, self.numbers, self.choices, self.aliases, self.options
+        return {*self.keys, *self.shared, *self.dense, every}.union(*tables)
 
     def read_windowed(self, source: ConfigJson, layers: int) -> list[int]:
         """Return the layers that have a window."""
@@ -285,9 +280,9 @@ class Family:
 
     def write_new(self, config: GPTConfig) -> dict[str, Any]:
         """Return config.json of a model that has no source, as far as the tables can say it."""
-        tables = FLAGS | self.flags | NUMBERS | self.numbers
+        tables: dict[str, Sequence[Any]] = {**self.flags, **self.numbers}
         # The first entry of a key in the tables is its key of GPTConfig
-        own = SIZES | self.sizes | {key: names[0] for key, names in tables.items()}
+        own = self.sizes | {key: names[0] for key, names in tables.items()}
         # Experts without a width of their own have that of the dense layers
         config = replace(config, experts=replace(config.experts, ffn=config.expert_ffn))
         values = {key: attrgetter(ours)(config) for key, ours in own.items()}
@@ -315,7 +310,7 @@ class Family:
     def write_rope(self, config: GPTConfig) -> dict[str, Any]:
         """Return RoPE as transformers 5 names it (rope_parameters), and as older tools do."""
         base: dict[str, Any] = {"rope_theta": config.rope_theta}
-        if config.rotary_share != 1:
+        if config.rotary_share != 1 and "partial_rotary_factor" in self.keys:
             base["partial_rotary_factor"] = config.rotary_share
         scaling = dict(config.rope_scaling) or {"rope_type": "default"}
         older = scaling if config.rope_scaling else None

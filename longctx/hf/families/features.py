@@ -168,17 +168,6 @@ class Qwen3Moe(BalancedExperts):
         return super().write_new(config) | {"mlp_only_layers": config.experts.dense_layers}
 
 
-class Qwen2Moe(Qwen3Moe):
-    """A shared expert computes every token; its width is a multiple of that of the others."""
-
-    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        names = "shared_expert_intermediate_size", "moe_intermediate_size"
-        (all_of_them, one), (name, divisor) = map(source.size, names), names
-        if all_of_them % one:
-            raise source.error(f"{name}={all_of_them} must be a multiple of {divisor}={one}")
-        return super().read_features(source, layers) | {"experts.shared": all_of_them // one}
-
-
 class GptOss(BalancedExperts):
     """Its folders may be in MXFP4."""
 

@@ -32,6 +32,19 @@ class Interleaved(Fold):
         return moved
 
 
+class OfHeads(Fold):
+    """The folder has a number of each head in the shape (1, 1, heads, 1)."""
+
+    def rows(self, shape: tuple[int, ...]) -> int:
+        return shape[2]
+
+    def load(self, tensor: Any) -> Any:
+        return tensor.flatten()
+
+    def save(self, rows: Any) -> Any:
+        return rows.view(1, 1, -1, 1)
+
+
 @dataclass(frozen=True)
 class Share(Fold):
     """A tensor of the folder stacks rows of several of ours, head by head: `sizes` rows of each.

@@ -12,46 +12,36 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf, nextafter
-from typing import Any, ClassVar
+from typing import Any
 
 from longctx.hf.families.config_json import ConfigJson
-from longctx.hf.families.family import FULL, Family
-from longctx.hf.families.features import Qwen2Moe
-from longctx.hf.families.folds import Interleaved
+from longctx.hf.families.family import FULL, PARTS, Family
+from longctx.hf.families.features import BalancedExperts, Qwen3Moe
+from longctx.hf.families.folds import Interleaved, OfHeads
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Piece
 
 RECURRENT = "linear_attention"
-# Keys of config.json → options of the mixer, in their order
-DELTA = {"linear_num_key_heads": "key_heads", "linear_num_value_heads": "value_heads"}
-DELTA |= {"linear_key_head_dim": "key_size", "linear_value_head_dim": "value_size"}
-MAMBA = {"mamba_n_heads": "heads", "mamba_d_head": "head_size"}
-MAMBA |= {"mamba_d_state": "state", "mamba_n_groups": "groups"}
 
 
 class HybridFamily(Family):
     """Layers of a mixer by layer_types, else all but every fourth."""
-
-    mixer: ClassVar[str] = "gdn"
-    options: ClassVar[dict[str, str]] = DELTA
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         kinds = source.layer_types(layers, [RECURRENT])
         recurrent = self.default_windowed(source, layers)
         if kinds is not None:
             recurrent = [n for n, kind in enumerate(kinds) if kind != FULL]
-        mixers = [self.mixer if n in recurrent else "softmax" for n in range(layers)]
+        mixer, other = self.mixers
+        mixers = [mixer if n in recurrent else other for n in range(layers)]
         repeats = (n for n in range(1, layers) if mixers[n:] == mixers[:-n])
         options = {ours: source.size(key) for key, ours in self.options.items()}
-        found: dict[str, Any] = {"mixer": mixers[: next(repeats, layers)]}
-        found["mixer_options"] = {self.mixer: options} if recurrent else {}
-        return super().read_features(source, layers) | found
+        found = super().read_features(source, layers)
+        of_mixers = found.get("mixer_options", {}) | ({mixer: options} if recurrent else {})
+        return found | {"mixer": mixers[: next(repeats, layers)], "mixer_options": of_mixers}
 
     def read_windowed(self, source: ConfigJson, layers: int) -> list[int]:
         return []
-
-    def read_keys(self) -> set[str]:
-        return super().read_keys() | self.options.keys()
 
 
 class Qwen35(HybridFamily):
@@ -61,19 +51,16 @@ class Qwen35(HybridFamily):
         return {"self_attn.q_proj": (config.head_size,) * 2}
 
 
-STACKED = {f"{x}_proj.weight": "mlp.experts.gate_up_proj" for x in ("gate", "up")}
-STACKED |= {"down_proj.weight": "mlp.experts.down_proj"}
-
-
-class Qwen35Moe(Qwen2Moe, Qwen35):
+class Qwen35Moe(Qwen3Moe, Qwen35):
     """Experts in all layers, in one tensor or in many."""
 
     def tensors_of(self, config: GPTConfig, stored: Mapping[str, Any]) -> Iterator[Piece]:
         is_stacked = any(name.endswith(".mlp.experts.down_proj") for name in stored)
-        return (replace(self, stacked=STACKED) if is_stacked else self).tensors(config)
+        joined = replace(self, experts=PARTS["joined_experts"]["experts"])
+        return (joined if is_stacked else self).tensors(config)
 
 
-class Qwen3Next(Qwen2Moe, Qwen35):
+class Qwen3Next(Qwen3Moe, Qwen35):
     """Queries, keys, values and gate of each key head are rows side by side, as β and decay are."""
 
     def shares(self, config: GPTConfig) -> dict[str, Sequence[int]]:
@@ -85,10 +72,10 @@ class Qwen3Next(Qwen2Moe, Qwen35):
         return parts
 
 
-class GraniteHybrid(HybridFamily):
-    """Layers of Mamba-2, by default no others; positions in none of attention, or in all."""
-
-    mixer, options = "mamba2", MAMBA
+class GraniteHybrid(HybridFamily, BalancedExperts):
+    """Layers of Mamba-2, by default no others; positions in none of attention, or in all. Without
+    experts the shared one is an MLP.
+    """
 
     def read(self, source: ConfigJson) -> GPTConfig:
         source = source.with_keys(**self.defaults | source)
@@ -96,7 +83,12 @@ class GraniteHybrid(HybridFamily):
         width = source.size("mamba_expand") * source.size("hidden_size")
         size = width // heads if size == "auto" else size
         source.refuse_unless("mamba_n_heads · mamba_d_head", heads * size, (width,))
-        return super().read(source.with_keys(mamba_d_head=size))
+        family = self
+        if source.get("num_local_experts") == 0:
+            only = {"shared_intermediate_size": "ffn"}
+            unread = [*self.harmless, *self.sizes]
+            family = replace(self, sizes=only, shared=(), harmless=unread)
+        return super(GraniteHybrid, family).read(source.with_keys(mamba_d_head=size))
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         without = 0 if source.get("position_embedding_type") == "rope" else layers
@@ -169,18 +161,52 @@ class Latent(Family):
         # The product with the size is rounded down
         share = rotary / size
         share = share if int(size * share) == rotary else nextafter(share, inf)
-        return {"mixer_options": {"mla": ranks}, "rotary_share": share}
-
-    def write_rope(self, config: GPTConfig) -> dict[str, Any]:
-        return super().write_rope(replace(config, rotary_share=1.0))
+        features = {"mixer_options": {"mla": ranks}, "rotary_share": share}
+        return super().read_features(source, layers) | features
 
     def tensors(self, config: GPTConfig) -> Iterator[Piece]:
         ranks, rotary = config.mixer_options["mla"], config.rotary_size
         firsts = {"kv_a_proj_with_mqa": ranks["kv_rank"]}
         firsts |= dict.fromkeys(("q_proj", "q_b_proj"), config.head_size)
+        # Without rotation pairs are as good in any order
+        firsts = {} if config.nope_layers else firsts
         for piece in super().tensors(config):
             if "q_rank" not in ranks:
                 piece = piece._replace(theirs=piece.theirs.replace("q_a_proj", "q_proj"))
             if first := firsts.get(piece.theirs.split(".")[-2]):
                 piece = piece._replace(fold=Interleaved(first + rotary, rotary, first))
+            yield piece
+
+
+class KimiLinear(HybridFamily, Latent):
+    """Kimi Delta Attention, and latent attention without positions in other layers."""
+
+    def read(self, source: ConfigJson) -> GPTConfig:
+        source.refuse_unless("tie_word_embeddings", source.flag("tie_word_embeddings"), (False,))
+        # Unused, but checked by transformers
+        source.refuse_unless("head_dim % 2", (source.get("head_dim") or 0) % 2, (0,))
+        # As the Hub's folders have them, with layers from 1
+        if own := source.get("linear_attn_config"):
+            layers = range(1, source.size("num_hidden_layers") + 1)
+            kinds = [FULL if n in own["full_attn_layers"] else RECURRENT for n in layers]
+            source = source.with_keys(
+                linear_num_heads=own["num_heads"],
+                linear_head_dim=own["head_dim"],
+                linear_conv_kernel_dim=own["short_conv_kernel_size"],
+                layer_types=source.get("layer_types") or kinds,
+            )
+        # There are no positions
+        unused = dict.fromkeys(("head_dim", "rope_scaling", "rope_parameters"))
+        return super().read(source.with_keys(**unused))
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        return super().read_features(source, layers) | {"nope_layers": list(range(layers))}
+
+    def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
+        return [n for n in range(layers) if n == 0 or n % 4]
+
+    def tensors(self, config: GPTConfig) -> Iterator[Piece]:
+        for piece in super().tensors(config):
+            if piece.theirs.endswith("A_log"):
+                piece = piece._replace(shape=(1, 1, *piece.shape, 1), fold=OfHeads())
             yield piece

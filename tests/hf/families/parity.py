@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from longctx.attention import Mask
 from longctx.hf.export import export
-from longctx.hf.families import read_model
+from longctx.hf.families import read_model, write_config
 from longctx.hf.families.features import QWEN2_SPLIT
 from longctx.hf.model_folder import pretrained, read_config
 from longctx.model import GPT, lora
@@ -201,11 +201,9 @@ class FamilyTests:
         if "seed" in metafunc.fixturenames:  # test_parts.py packs documents for each part
             metafunc.parametrize("seed", seeds(1))
         if "rope" in metafunc.fixturenames:
-            ropes = [
-                pytest.param(rope, marks=() if rope in self.fast_ropes else pytest.mark.slow)
-                for rope in self.ropes
-            ]
-            metafunc.parametrize("rope", ropes)
+            others = [rope for rope in self.ropes if rope not in self.fast_ropes]
+            slow = [pytest.param(rope, marks=pytest.mark.slow) for rope in others]
+            metafunc.parametrize("rope", [*self.fast_ropes, *slow])
 
     def rope_keys(self, rope: Mapping[str, Any]) -> dict[str, Any]:
         """Return rope_parameters with `rope` in layers without a window."""
@@ -288,6 +286,8 @@ class FamilyTests:
             json.dumps({"model_type": self.config_class.model_type, **keys})
         )
         missing = read_config(tmp_path)
+        longer = self.config_class.from_dict(write_config(missing, 8192))
+        assert longer.max_position_embeddings == 8192
         self.config_class(**keys).to_json_file(tmp_path / "config.json", use_diff=False)
         assert missing == read_config(tmp_path)
         (tmp_path / "config.json").write_text(json.dumps(self.content() | {"clip_qkv": 0.5}))
