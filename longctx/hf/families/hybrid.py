@@ -85,9 +85,9 @@ class GraniteHybrid(HybridFamily, BalancedExperts):
         source.refuse_unless("mamba_n_heads · mamba_d_head", heads * size, (width,))
         family = self
         if source.get("num_local_experts") == 0:
-            only = {"shared_intermediate_size": "ffn"}
+            sizes = {key: x for key, x in self.sizes.items() if not x.startswith("experts.")}
             unread = [*self.harmless, *self.sizes]
-            family = replace(self, sizes=only, shared=(), harmless=unread)
+            family = replace(self, sizes=sizes, shared=(), harmless=unread)
         return super(GraniteHybrid, family).read(source.with_keys(mamba_d_head=size))
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
