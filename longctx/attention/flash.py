@@ -72,7 +72,7 @@ class Flash(Backend):
             return self._pruned(mask, scores, kernel, q, k, v)
         chosen = implementation(q.device, q.dtype, q.shape[3], kernel)
         given = q, k, v, scores.sinks, scores.key_bias
-        out, lse = forward_for(*given)(*given, *_ends(mask), scores, chosen)
+        out, lse = forward_for(*given)(*given, _intervals(mask), scores, chosen)
         return out, lse, chosen
 
     def _pruned(self, mask: Mask, scores: Scores, kernel: str, *qkv: Tensor) -> Output:
@@ -100,18 +100,19 @@ class Flash(Backend):
     ) -> Gradients:
         q, kernel = saved.q, options.get("kernel", "auto")
         chosen = implementation(q.device, q.dtype, q.shape[3], kernel)
-        return flash_backward(do, None, saved, Intervals(*_ends(mask)), scores, chosen)
+        return flash_backward(do, None, saved, _intervals(mask), scores, chosen)
 
     def kernels_change_at(self, q: Tensor, length: int) -> int:
         return launch.longest_bucket(launch.PORTABLE, q, length) if q.is_cuda else 0
 
 
-def _ends(mask: Mask) -> tuple[Any, ...]:
-    """Return the arguments of a mask's `Intervals`."""
+def _intervals(mask: Mask) -> Intervals:
+    """Return the `Intervals` of a bound mask."""
+    ends: tuple[Any, Any, Any, Any] = mask.first, mask.last, mask.qfirst, mask.qlast
     span = "packed" if mask.doc_ids is not None else "long" if mask.window is None else "window"
     if mask.window is not None and mask.window <= SHORT:
         span = "short"
-    return mask.first, mask.last, mask.qfirst, mask.qlast, span
+    return Intervals(*ends, span)
 
 
 register("flash", Flash())

@@ -295,7 +295,7 @@ class Attention:
         """
         sinks, fuses = scores.sinks, self.description.fuses_sinks
         # sinks scale out by a function of the lse: training needs its gradient
-        trains = sinks is not None and torch.is_grad_enabled() and not fuses
+        trains = sinks is not None and not fuses and torch.is_grad_enabled()
         if trains and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
             _refuse_parts(self.name, frozenset({"sinks"}))
         # a custom operator is not cast by autocast itself
@@ -397,14 +397,14 @@ class Attention:
 
 def scaled(scores: Scores, q: Tensor) -> Scores:
     """Return `scores` as a backend gets them: with the scale of q (B, T, H, D)."""
-    return scores if scores.scale is not None else scores._replace(scale=q.shape[3] ** -0.5)
+    return scores if scores.scale is not None else Scores(q.shape[3] ** -0.5, *scores[1:])
 
 
 def exchanged(scores: Scores, exchange: Exchange) -> Scores:
     """Return `scores` with the sinks and the bias of this rank's heads, and of the keys it sees."""
-    sinks, bias = scores.sinks, scores.key_bias
+    scale, softcap, sinks, bias = scores
     if sinks is not None:
-        scores = scores._replace(sinks=exchange.own_heads(sinks.float()).contiguous())
+        sinks = exchange.own_heads(sinks.float()).contiguous()
     if bias is not None:
         if exchange is not WHOLE_ROWS:
             # as keys of one channel; the exchange wants queries and values, too
@@ -413,8 +413,7 @@ def exchanged(scores: Scores, exchange: Exchange) -> Scores:
             bias = torch.cat(parts, dim=2)[..., 0].transpose(1, 2)
         # kernels take any stride of the batch, such as 0, and a row's keys one after the other
         bias = bias if bias[0].is_contiguous() else bias.contiguous()
-        scores = scores._replace(key_bias=bias)
-    return scores
+    return Scores(scale, softcap, sinks, bias)
 
 
 def attention(

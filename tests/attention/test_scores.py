@@ -267,4 +267,6 @@ def test_sinks_train_only_with_a_differentiable_lse():
             out = attention(q, k, v, backend="sdpa", sinks=sinks)
         expected = formula(q, k, v, Mask.causal(), sinks.detach())[0]
         torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
+    # a slice would be copied in backward
+    assert Scores(sinks=sinks).of_heads(0, 4).sinks is sinks
     assert "sinks" not in Backend.description.scores

@@ -27,7 +27,6 @@ def test_queries_that_see_nothing_on_a_cpu(blind):
 
 @pytest.mark.parametrize("backend", ["sdpa", "flash"])
 def test_no_square_matrix_on_a_cpu(backend):
-    """The memory of a windowed row grows with its length, not with its square."""
     sizes = []
     for T in (4096, 8192):
         x = torch.randn(1, T, 1, 8)

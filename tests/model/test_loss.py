@@ -70,7 +70,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
     indirect=["way"],
 )
 def test_loss_and_gradients_are_exact(chunk, factor, shape, reduction, z_loss, way):
-    """Those of the formula in fp64."""
     factor = None if reduction == "none" else factor
     *leaves, targets = inputs(way.dtype, device=way.device)
     *exact, _ = inputs(torch.float64, device=way.device)

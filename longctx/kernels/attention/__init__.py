@@ -74,12 +74,13 @@ class Scores(NamedTuple):
 
     def of_heads(self, start: int, count: int) -> Scores:
         """Return the scores of `count` query heads from `start` on."""
-        if self.sinks is None and self.key_bias is None:
-            return self
-        heads = slice(start, start + count)
-        sinks = None if self.sinks is None else self.sinks[heads]
-        key_bias = None if self.key_bias is None else self.key_bias[:, heads]
-        return self._replace(sinks=sinks, key_bias=key_bias)
+        sinks, bias = self.sinks, self.key_bias
+        # a slice of all heads would cost a copy in backward
+        if sinks is not None and sinks.shape[0] != count:
+            sinks = sinks[start : start + count]
+        if bias is not None and bias.shape[1] != count:
+            bias = bias[:, start : start + count]
+        return Scores(self.scale, self.softcap, sinks, bias)
 
 
 ALL_SCORES = frozenset(Scores._fields[1:])

@@ -41,7 +41,8 @@ def implementation(
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "torch-tiled"
     if kernel == "auto":
-        for_device = (name for name, x in IMPLEMENTATIONS.items() if _major(device) in x.chosen_on)
+        major = _major(device)
+        for_device = (name for name, x in IMPLEMENTATIONS.items() if major in x.chosen_on)
         name = next((x for x in for_device if runs(x, device, dtype, head_dim)), "triton-portable")
     else:
         name = f"triton-{kernel}"
@@ -123,9 +124,8 @@ def forward_op(
 
     q is (B, Tq, Hq, D), k and v (B, Tk, Hkv, D), sinks (Hq,) and key_bias (B, Hq, Tk) float32.
     """
-    intervals = Intervals(first, last, qfirst, qlast, span)
-    learned = sinks, key_bias
-    return _forward(q, k, v, *learned, *intervals, Scores(scale, softcap, *learned), implementation)
+    intervals, learned = Intervals(first, last, qfirst, qlast, span), (sinks, key_bias)
+    return _forward(q, k, v, *learned, intervals, Scores(scale, softcap, *learned), implementation)
 
 
 @torch.library.custom_op("longctx::flash_backward", mutates_args=())
@@ -162,14 +162,14 @@ def backward_op(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, _sinks: Tensor | None, _bias: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor]:
-    """Run the forward kernels; `others` are the ends of intervals, scores and implementation.
+    """Run the forward kernels; `others` are intervals, scores and implementation.
 
     Sinks and key bias are those of the scores, once more for autograd.
     """
-    *intervals, scores, implementation = others
+    intervals, scores, implementation = others
     # self-tested once per process
-    run = trusted("forward", implementation, q, k, scores, intervals[4])
-    output: tuple[Tensor, Tensor] = run(q, k, v, Intervals(*intervals), scores)
+    run = trusted("forward", implementation, q, k, scores, intervals.span)
+    output: tuple[Tensor, Tensor] = run(q, k, v, intervals, scores)
     return output
 
 
@@ -234,11 +234,11 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        sinks, key_bias, *intervals, scores, implementation = others
-        ctx.others = Intervals(*intervals), scores[:2], implementation
+        sinks, key_bias, intervals, scores, implementation = others
+        ctx.others = intervals, scores[:2], implementation
         # no call of ours between this one and the kernels
-        run = trusted("forward", implementation, q, k, scores, intervals[4])
-        out, lse = run(q, k, v, ctx.others[0], scores)
+        run = trusted("forward", implementation, q, k, scores, intervals.span)
+        out, lse = run(q, k, v, intervals, scores)
         # the intervals have no gradient and need not be saved by autograd
         ctx.save_for_backward(q, k, v, out, lse, sinks, key_bias)
         ctx.set_materialize_grads(False)
@@ -251,7 +251,7 @@ class _Flash(torch.autograd.Function):
         do = torch.zeros_like(saved.out) if do is None else do
         scores = Scores(scale, softcap, sinks, key_bias)
         gradients = flash_backward(do, dlse, saved, intervals, scores, implementation)
-        return *gradients, *[None] * 7
+        return *gradients, None, None, None
 
 
 def forward_for(
@@ -278,7 +278,7 @@ def _by_operator(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key_bias: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor]:
     """Do as `_forward` through the operator, whose arguments are flat."""
-    *intervals, scores, implementation = others
+    intervals, scores, implementation = others
     given = q, k, v, sinks, key_bias, *intervals, *scores[:2], implementation
     output: tuple[Tensor, Tensor] = forward_op(*given)
     return output

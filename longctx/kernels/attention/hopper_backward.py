@@ -726,7 +726,7 @@ def backward(
         mapped = (*mapped, at) * parts
         main(stream, (*row_maps, *mapped), semaphore, end, *ends[2:], *bias_at)
     unpack(stream, (), at, dq_at)
-    return Gradients(dq, dk, dv, *_learned(buffer[zeroed + 2 * rows :], sinks, biases, k))
+    return Gradients(dq, dk, dv, *_learned(buffer, sink_sums, sinks, biases, k))
 
 
 def _first_backward(
@@ -776,14 +776,14 @@ def _first_backward(
     if len(_launches) >= LAUNCHES:
         _launches.clear()
     _launches[key] = launches
-    return Gradients(dq, dk, dv, *_learned(buffer[after:], sinks, biases, k))
+    return Gradients(dq, dk, dv, *_learned(buffer, sink_sums, sinks, biases, k))
 
 
 def _learned(
-    sink_sums: Tensor, sinks: Tensor | None, biases: list[Tensor], k: Tensor
+    buffer: Tensor, sink_sums: int, sinks: Tensor | None, biases: list[Tensor], k: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of sinks (Hq,), from `sink_parts`, and of the key bias, if any."""
-    dsinks = None if sinks is None else sink_sums.view(len(sinks), -1).sum(1)
+    """Return the gradients of sinks, whose parts end the buffer, and of the key bias, if any."""
+    dsinks = None if sinks is None else buffer[-sink_sums:].view(sinks.shape[0], -1).sum(1)
     of_keys = [x[..., 1:, :].sum(3).flatten(2)[..., : k.shape[1]] for x in biases[1:]]
     return dsinks, of_keys[0].contiguous() if of_keys else None
 

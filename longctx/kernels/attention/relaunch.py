@@ -25,7 +25,7 @@ from torch import Tensor
 from longctx.kernels import TRITON
 
 LAUNCHES = 512  # that are cached for each kernel; a program rarely has more shapes
-TENSOR_MAPS = 1 << 15  # of half a KB, that are cached for all kernels
+TENSOR_MAPS = 1 << 12  # sets of half a KB a map, that are cached for all kernels
 
 
 def _mapped(address: int, like: Any) -> Any:
@@ -77,7 +77,7 @@ class Relaunch:
         inner = inspect.getclosurevars(run.launch).nonlocals if self.likes else {}
         self.launch = inner.get("launcher", run.launch)
 
-    def __call__(self, stream: int, mapped: Sequence[int], *addresses: int) -> None:
+    def __call__(self, stream: int, mapped: tuple[int, ...], *addresses: int) -> None:
         """Launch with tensor maps of the addresses `mapped`, then `addresses`, in the kernel's
         order.
         """
@@ -86,21 +86,19 @@ class Relaunch:
             maps = [next(likes) if there else None for there in self.is_there]
             self.runner(*maps, *addresses, *self.tail, stream=stream)
             return
-        own: list[Any] = []
-        given = enumerate(mapped)
-        for there in self.is_there:
-            own += _tensor_map(self, *next(given)) if there else (None,)
-        own += (*addresses, *self.tail)
+        own = [*_tensor_maps(self, mapped), *addresses, *self.tail]
         self.launch(*self.grid, stream, *self.head, *([own] if self.in_list else own))
 
 
 @functools.lru_cache(maxsize=TENSOR_MAPS)
-def _tensor_map(of: Relaunch, i: int, address: int) -> list[Any]:
-    """Return map i of a launch for `address`, with shape and strides, as the C function takes it.
+def _tensor_maps(of: Relaunch, mapped: tuple[int, ...]) -> list[Any]:
+    """Return the tensor maps of a launch for these addresses, as the C function takes them.
 
-    It holds an address and a geometry, no memory: it is right for whatever is there later.
+    They hold addresses and geometries, no memory: they are right for whatever is there later.
     """
-    return of.make_map(_mapped(address, of.likes[i]), of.geometries[i])
+    own = zip(mapped, of.likes, of.geometries, strict=False)
+    made = (of.make_map(_mapped(address, like), geometry) for address, like, geometry in own)
+    return [x for there in of.is_there for x in (next(made) if there else (None,))]
 
 
 def first_launch(
