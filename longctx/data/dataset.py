@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
+from sys import maxsize
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -143,12 +144,30 @@ class SourcePart:
         """Count the training sequences of each group of lengths, in order, with the share of
         samples that draws from them.
         """
+        return [(count, share) for count, share in self._groups() if count]
+
+    def _groups(self) -> list[tuple[int, float]]:
         packing = self.packings["train"]
         group = self.group[packing.document[packing.bounds[:-1]]]
         counts = np.bincount(group, minlength=len(self.weights))
         shares = counts * self.weights / (counts @ self.weights)
-        groups = zip(counts.tolist(), shares.tolist(), strict=True)
-        return [(count, share) for count, share in groups if count]
+        return list(zip(counts.tolist(), shares.tolist(), strict=True))
+
+    def by_length(self) -> list[dict[str, Any]]:
+        """Return a row for each range of data.lengths, the first one for documents in none: how
+        many it has, and what share of the samples draws from them.
+        """
+        documents = np.bincount(self.group[self.split["train"]], minlength=len(self.weights))
+        ranges = [
+            f"{first:,} and more" if end == maxsize else f"{first:,} to {end - 1:,}"
+            for first, end, _ in length_ranges(self.config)
+        ]
+        columns = zip(["others", *ranges], self.weights, documents, self._groups(), strict=True)
+        return [
+            {"tokens": name, "weight": float(weight), "documents": int(count)}
+            | {"sequences": sequences, "drawn": f"{share:.1%}"}
+            for name, weight, count, (sequences, share) in columns
+        ]
 
     def share_beyond(self, limit: int) -> float:
         """Return the share of tokens in training with more than `limit` of their document before
@@ -294,9 +313,12 @@ class Data:
         # Answers that are compared are parts of a document
         parts = {name: part for name, part in self.parts.items() if not part.store.has_sides}
         shares = {name: part.share_beyond for name, part in parts.items()}
+        rows = [row for part in self.parts.values() for row in part.by_length()[1:]]
+        empty = ", ".join(row["tokens"] for row in rows if not row["documents"])
+        problem = f"; data.lengths: no document has {empty} tokens" if empty else ""
         about = {
             "left_out": ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()),
-            "far_back": far_back.line(shares, int(self.lengths.max()), self.seq_len),
+            "far_back": far_back.line(shares, int(self.lengths.max()), self.seq_len) + problem,
         }
         if not self.config.mix:
             return each[0] | about

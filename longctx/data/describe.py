@@ -52,6 +52,10 @@ def print_tables(data: Data) -> None:
     rows = far_back.table({name: part.store.lengths for name, part in data.parts.items()})
     grid("Share of tokens with more than N tokens of their document before them", [*rows[0]], rows)
     console().print(f"{counts['far_back']}\n")
+    for name, part in data.parts.items():
+        if part.config.lengths:
+            rows = part.by_length()
+            grid(f"{name} training documents by data.lengths".strip(), [*rows[0]], rows)
     if "mix" in counts:
         columns = ["name", "weight", "documents", "tokens", "train_sequences"]
         grid("Sources", columns, [{"name": name} | part for name, part in counts["mix"].items()])

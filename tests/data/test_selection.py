@@ -30,10 +30,8 @@ def test_a_sequence_has_documents_of_one_range(config):
         seen[int(document)] += int(length)
     # None of their tokens is lost
     starts, stops = part.span("train")
-    cut = stops < lengths[part.split["train"]]
-    assert seen == dict(
-        zip(part.split["train"].tolist(), (stops - starts - cut).tolist(), strict=True)
-    )
+    tokens = stops - starts - (stops < lengths[part.split["train"]])
+    assert seen == dict(zip(part.split["train"].tolist(), tokens.tolist(), strict=True))
 
 
 def test_ranges_are_drawn_by_their_weights(config):
@@ -60,8 +58,7 @@ def test_members_of_a_mix_have_their_own_weights(text_config, corpus):
     mix = {"a": member | {"lengths": LENGTHS, "weight": 3}, "b": member}
     data = load(text_config(source="mix", path=None, mix=mix, val_fraction=0.02), 64)
     drawn = np.array(list(islice(data.order(1, 0, 1, 0), 8000)))
-    own = len(data.parts["a"].sequences("train"))
-    assert np.mean(drawn < own) == pytest.approx(0.75, abs=0.02)
+    assert (drawn < len(data.parts["a"].sequences("train"))).mean() == pytest.approx(0.75, abs=0.02)
     assert [len(part.groups()) for part in data.parts.values()] == [3, 1]
 
 
@@ -75,8 +72,7 @@ def test_shortest_and_longest_are_left_out(text_config):
     assert {d.name.split(" (")[0] for s in ("train", "val") for d in data.documents(s)} == kept
     for document in data.documents("train"):
         assert document.n_bytes > 0 and document.ids[-1] == data.tokenizer.eos_id
-    short = sum(length < limits[0] for length in lengths.values())
-    assert f"1 without text, {short} shorter than data.min_tokens" in data.summary()["left_out"]
+    assert "1 without text, 3 shorter than data.min_tokens" in data.summary()["left_out"]
     assert data.summary()["documents"] == len(kept)
     assert data.fingerprint != everything.fingerprint
 
@@ -91,10 +87,10 @@ def test_gzip_leaves_out_the_extremes(text_config, tmp_path):
     folder.mkdir()
     rng = np.random.default_rng(0)
     for number in range(10):
-        usual = prose(300, number)
         repeated = "over and over " * 200 + str(number)
         noise = "".join(map(chr, rng.integers(33, 1000, 2000)))
-        for name, text in (("usual", usual), ("repeated", repeated), ("noise", noise)):
+        texts = {"usual": prose(300, number), "repeated": repeated, "noise": noise}
+        for name, text in texts.items():
             (folder / f"{name}{number}.txt").write_text(text)
     data = load(text_config(path=str(folder), filter="gzip"), 64)
     kinds = Counter(name.rstrip("0123456789.tx") for name in names(data))
@@ -123,11 +119,13 @@ def test_documents_that_do_not_reach_are_mentioned(text_config):
 
 
 def test_data_prints_shares_and_takes_lengths(corpus, tmp_path, capsys):
-    (tmp_path / "run.yaml").write_text("data: {lengths: {8k-32k: 1, 128k-: 5}, vocab_size: 400}\n")
-    words = [f"data.path={corpus}", "data=text", f"data.cache={tmp_path / 'c'}", "seq_len=64"]
+    (tmp_path / "run.yaml").write_text("data: {source: text, lengths: {8k-32k: 1, 128k-: 5}}\n")
+    words = [f"data.path={corpus}", f"data.cache={tmp_path}", "seq_len=64", "data.vocab_size=400"]
     assert main(["data", str(tmp_path / "run.yaml"), *words, "data.lengths.-1k=3"]) == 0
     printed = capsys.readouterr().out
-    assert "more than N tokens" in printed and "131,072" in printed and "█" in printed
+    assert "more than N tokens" in printed and "█" in printed
+    assert "no document has 8,192 to 32,767, 131,072 and more tokens" in printed
+    assert any(x.startswith("0 to 1,023") and "100.0%" in x for x in printed.splitlines())
 
 
 @pytest.mark.parametrize(
