@@ -311,8 +311,7 @@ def compare(options: Options, command: str, training: Sequence[str]) -> None:
     def run_cell(number: int, folder: str, given: Sequence[str]) -> None:
         began = time.monotonic()
         python = ["env", f"CUDA_VISIBLE_DEVICES={gpus[number % len(gpus)]}", sys.executable]
-        called = [*python, "-m", "benchmarks", "extension", *words, *training, *given]
-        called.append(f"out={out / folder}")
+        called = [*python, "-m", "benchmarks", "extension", *words, *given, f"out={out / folder}"]
         problem = finished(called, end - began, Path.cwd()) if began < end else "no minutes left"
         print(f"{folder}: {problem or 'done'} ({time.monotonic() - began:.0f} s)", flush=True)
 
@@ -320,7 +319,7 @@ def compare(options: Options, command: str, training: Sequence[str]) -> None:
     cells = dict[str, list[str]]()
     for seed, case in product(options.seeds, options.cases):
         name, _, given = case.partition("=")
-        cells[f"{name}-{seed}"] = [*given.split(), f"seed={seed}", *(early if cells else [])]
+        cells[f"{name}-{seed}"] = [*training, *given.split(), f"seed={seed}", *(cells and early)]
     with ThreadPoolExecutor(len(gpus) * options.jobs) as pool:
         list(pool.map(run_cell, count(), cells, cells.values()))
     stages, results, found = sized(options).stages or [], {}, dict[str, list[Reading]]()

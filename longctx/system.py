@@ -93,7 +93,8 @@ def caught() -> Iterator[StopSignal]:
     """Catch the signals inside the outermost of these blocks; only the main thread can."""
     global _current
     if _current is not None or threading.current_thread() is not threading.main_thread():
-        yield _current or StopSignal()
+        yield (stop := _current or StopSignal())
+        stop.waits = False  # if the caller goes on, as the demo does, no step asks for a signal
         return
     _current, hook = StopSignal(), sys.unraisablehook
 

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import extension
 from benchmarks.words import main
+from longctx import system
 from longctx.config.data_config import SOURCES
 
 SMALL = ["context=1024", "lengths=[512,1024]", "samples=1", "device=cpu", "precision=fp32"]
@@ -23,14 +24,15 @@ def test_a_model_reads_before_and_after(model, tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit):
             main(words)
     assert [*json.loads((out / "result.json").read_text())["readings"]] == ["before"]
-    assert main(words) == 0
+    with system.caught() as stop:  # no step waits for a signal after training
+        assert main(words) == 0 and not stop.waits
     del sys.modules[type(SOURCES["needles"]).__module__]
     SOURCES.remove("needles")  # of examples/needles.py
     readings = json.loads((out / "result.json").read_text())["readings"]
-    assert [one["context"] for one in readings.values()] == [512, 1024, 1024]
+    assert [reading["context"] for reading in readings.values()] == [512, 1024, 1024]
     for reading in readings.values():
-        assert [*reading["perplexity"]][-1] == "1024" and reading["prose"] > 1
-        assert all(value > 1 for value in reading["perplexity"].values())
+        assert min(reading["prose"], *reading["perplexity"].values()) > 1
+        assert [*reading["perplexity"]][-1] == "1024"
         assert reading["passkeys"]["accuracy"] == [[0, 0], [0, 0]]
     assert f"longctx chat {out}/stage-2" in capsys.readouterr().out
     assert main([*words, "lr=0.1"]) == 2
