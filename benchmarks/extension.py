@@ -104,7 +104,7 @@ def run(options: Options, command: str, training: list[str]) -> None:
     check_unused(training, TAKEN)
     if options.cases:
         return compare(options, command, training)
-    out, began = Path(options.out), time.perf_counter()
+    out = Path(options.out)
     options = sized(options)
     assert options.stages and options.context
     result = begun(options, training, command)
@@ -133,7 +133,6 @@ def run(options: Options, command: str, training: list[str]) -> None:
         if when not in readings:
             early = options.early if number < len(options.stages) else None
             readings[when] = measure(options, model, trained, early)
-            result["seconds"] = round(time.perf_counter() - began)
             write_json(out / "result.json", result)
     found = {when: [reading] for when, reading in readings.items()}
     draw(found, out / "result.png")
