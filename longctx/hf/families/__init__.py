@@ -30,7 +30,7 @@ for _name, _table in TABLES.items():
 
 # A model without a source is written as the first of these that reads back equal
 NEW = ["llama", "mistral", "ministral", "qwen2", "qwen3", "olmo2", "mixtral", "qwen3_moe"]
-NEW += ["gpt_oss"]
+NEW += ["gpt_oss", "gpt_neox", "starcoder2", "cohere2"]
 # Keys of a source about its files: code, formats of weights, and who wrote it
 OF_FILES = {"auto_map", "quantization_config", "torch_dtype", "transformers_version"}
 

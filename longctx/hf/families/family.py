@@ -295,14 +295,15 @@ class Family:
             "layer_types": [WINDOWED if window else FULL for window in windows],
         }
         values |= {key: x for key, x in of_windows.items() if key in self.keys}
+        for key, (ours, known) in self.choices.items():
+            text = next((text for text, x in known.items() if x == attrgetter(ours)(config)), None)
+            values[key] = text == "true" if text in ("true", "false") else text
         return {
             "architectures": [f"{self.class_name}ForCausalLM"],
             "model_type": self.model_type,
+            "hidden_act": "silu",
             **values,
             "head_dim": config.head_size,
-            "hidden_act": "silu",
-            "attention_dropout": 0.0,
-            "use_cache": True,
             **self.changed(config),
             **self.write_rope(config),
         }

@@ -11,6 +11,7 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,8 @@ def check_parity(config: PreTrainedConfig, tmp_path: Path, rewritten: Collection
     torch.testing.assert_close(again(tokens).logits, theirs(tokens).logits, rtol=1e-5, atol=1e-5)
     back = pretrained(tmp_path / "out")
     assert back.config == model.config == read_config(tmp_path / "in")
+    if config.model_type in ("gpt_neox", "starcoder2", "cohere2"):  # trained from scratch, too
+        assert write_config(replace(back.config, source={}), 64)["model_type"] == config.model_type
     torch.testing.assert_close(back.state_dict(), model.state_dict(), rtol=0, atol=0)
     assert type(again) is type(theirs)
     ours, want = again.config.to_dict(), theirs.config.to_dict()
