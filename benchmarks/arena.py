@@ -205,7 +205,7 @@ def write_page(about: Row, rows: list[Row], out: Path) -> None:
     """Write page.json, page.md and page.png of what is measured so far."""
     write_json(out / "page.json", about | {"rows": rows})
     panels = 1 + any(row.get(BY_LENGTH[0]) for row in rows)  # one, if no steps are timed
-    figure = Figure(figsize=(6 * panels, 4), layout="constrained")
+    figure = Figure(figsize=(2 + 5 * panels, 4), layout="constrained")
     axes = figure.subplots(1, panels, squeeze=False)[0]
     for row in rows:
         speeds = {n: x for n, x in row.get(BY_LENGTH[0], {}).items() if isinstance(x, float)}
@@ -215,7 +215,7 @@ def write_page(about: Row, rows: list[Row], out: Path) -> None:
     for axis, (x, y, title) in zip(axes, names, strict=False):
         axis.set(xlabel=x, ylabel=y, title=title)
         axis.set_xscale("log", base=2)
-    axes[0].legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
     save_figure(figure, out / "page.png")
     lines = ["# The arena", ""]
     lines += [f"{name}: {cell(x)}  " for name, x in about.items() if name != "check"]
