@@ -280,7 +280,7 @@ print(transformers.__version__)
 @pytest.mark.slow  # a minute: installs transformers
 @pytest.mark.parametrize("words", [["transformers==5.0.0"], ["--no-deps", "transformers"]])
 def test_oldest_and_newest_transformers(words, tmp_path):
-    words = ["pip", "install", "-q", "--target", str(tmp_path), *words]
+    words = ["pip", "install", "-q", "--no-compile", "--target", str(tmp_path), *words]
     installation = finished("-m", words, ROOT)
     if "No matching distribution" in installation.stderr:
         pytest.skip("pip reaches no index that has it")
