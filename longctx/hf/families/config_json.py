@@ -67,18 +67,16 @@ class ConfigJson(dict[str, Any]):
             raise self.error(f"{key}={value!r} must be true or false")
         return value
 
-    def layer_types(self, layers: int, others: Collection[str]) -> list[str] | None:
-        """Return the kind of each layer, full_attention or one of `others`, if the file has it."""
-        kinds = self.get("layer_types")
+    def kinds(self, key: str, layers: int, *known: str) -> list[str] | None:
+        """Return the kind of each layer, one of those `known`, if the file has `key`."""
+        kinds = self.get(key)
         if kinds is None:
             return None
         if len(kinds) != layers:
-            raise self.error(
-                f"layer_types={_short(kinds)} must be a list of {layers}, one for each layer"
-            )
+            raise self.error(f"{key}={_short(kinds)} must be a list of {layers}, one a layer")
         kinds = [OLDER.get(kind, kind) for kind in kinds]
         for n, kind in enumerate(kinds):
-            self.refuse_unless(f"layer_types[{n}]", kind, ("full_attention", *others))
+            self.refuse_unless(f"{key}[{n}]", kind, known)
         return kinds
 
     @property

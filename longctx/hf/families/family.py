@@ -240,10 +240,11 @@ class Family:
                 raise source.error(f"{name}={width} must be a multiple of {divisor}={one}")
             values["experts.shared"] = width // one
         if self.dense:
-            given = (source[key] for key in self.dense if source.get(key) is not None)
-            kinds = next(given, 1)
-            kinds = ["dense"] * min(kinds, layers) if isinstance(kinds, int) else kinds
-            values["experts.dense_layers"] = [n for n, x in enumerate(kinds) if x == "dense"]
+            given = [key for key in self.dense if source.get(key) is not None]
+            number = source[given[0]] if given else 1
+            kinds = ["dense"] * min(number, layers) if isinstance(number, int) else None
+            kinds = source.kinds(given[0], layers, "dense", "sparse") if kinds is None else kinds
+            values["experts.dense_layers"] = [n for n, x in enumerate(kinds or ()) if x == "dense"]
 
         # Keys such as experts.count are those of a group
         config = GPTConfig()
@@ -268,7 +269,7 @@ class Family:
         """Return the layers that have a window."""
         used = "use_sliding_window" not in self.keys or source.flag("use_sliding_window")
         used = used and "sliding_window" in self.keys and source.get("sliding_window") is not None
-        kinds = source.layer_types(layers, [WINDOWED] if used else [])
+        kinds = source.kinds("layer_types", layers, *[FULL, WINDOWED][: 1 + used])
         if used and kinds is None:
             return list(self.default_windowed(source, layers))
         return [n for n, kind in enumerate(kinds or ()) if kind == WINDOWED]

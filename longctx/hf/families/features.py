@@ -122,7 +122,7 @@ class GptNeox(Family):
     def read(self, source: ConfigJson) -> GPTConfig:
         size = source.size("hidden_size") // source.size("num_attention_heads")
         source.refuse_unless("head_dim", source.get("head_dim"), (size, None))
-        share, theta = source.get("rotary_pct", 0.25), source.get("rotary_emb_base", 10000.0)
+        share, theta = source.number("rotary_pct", 0.25), source.number("rotary_emb_base", 1e4)
         keys = {"partial_rotary_factor": share, "rope_theta": theta, "num_key_value_heads": None}
         return super().read(source.with_keys(**keys))
 

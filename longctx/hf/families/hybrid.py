@@ -28,7 +28,7 @@ class HybridFamily(Family):
     """Layers of a mixer by layer_types, else all but every fourth."""
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        kinds = source.layer_types(layers, [RECURRENT])
+        kinds = source.kinds("layer_types", layers, FULL, RECURRENT)
         recurrent = self.default_windowed(source, layers)
         if kinds is not None:
             recurrent = [n for n, kind in enumerate(kinds) if kind != FULL]
