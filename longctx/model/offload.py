@@ -145,20 +145,28 @@ def allocate(model: Any, share: float, device: torch.device) -> None:
         own = blocks[n].parameters() if is_away else ()
         return [x for x in own if x.ndim == 2 and not x.requires_grad]
 
-    on_host = {id(weight) for n in numbers for weight in frozen(n)}
-    if not on_host:
+    expected = {id(weight) for n in numbers for weight in frozen(n)}
+    if not expected:
         model.to_empty(device=device)
         return
+    on_host = set[int]()
 
-    def memory_of(x: Tensor) -> Tensor:
-        if id(x) not in on_host:
-            return torch.empty_like(x, device=device)
-        return pinned(x.numel(), x.dtype, device.type == "cuda").view(x.shape)
+    def memory_of(weight: Tensor) -> Tensor:
+        if id(weight) in expected:
+            try:
+                memory = pinned(weight.numel(), weight.dtype, device.type == "cuda")
+                on_host.add(memory.data_ptr())
+                return memory.view(weight.shape)
+            except MemoryError as error:
+                expected.clear()
+                stays(str(error))
+        return torch.empty_like(weight, device=device)
 
     model._apply(memory_of)
     following = None
     for n in reversed(numbers):
-        blocks[n].away = Away({weight: weight.data for weight in frozen(n)}, device)
+        matrices = {weight: weight.data for weight in frozen(n) if weight.data_ptr() in on_host}
+        blocks[n].away = Away(matrices, device)
         blocks[n].away.following, following = following, blocks[n].away
 
 

@@ -4,7 +4,6 @@ folder that we write is the same model there.
 A family's test file holds a subclass of `FamilyTests` with the family's own configurations.
 """
 
-import copy
 import functools
 import json
 import random
@@ -157,7 +156,7 @@ def check_computation(theirs: Any, folder: Path) -> None:
 
 def saved_gradients(theirs: Any, folder: Path) -> dict[str, torch.Tensor]:
     """The gradients of `theirs` by the names of its folder, which fuse and split otherwise."""
-    copied = copy.deepcopy(theirs)
+    copied = deepcopy(theirs)
     for q, p in zip(copied.parameters(), theirs.parameters(), strict=True):
         q.data = torch.zeros_like(p) if p.grad is None else p.grad
     copied.save_pretrained(folder)
