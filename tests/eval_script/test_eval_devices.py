@@ -18,10 +18,11 @@ from longctx.runs import checkpoints, run_folder
 from longctx.spec.hardware import GIB, Chip, Machine
 from longctx.spec.model_config import GPTConfig
 from tests.eval_script.sample import write_tasks
-from tests.processes import ROOT, children, environment, finished
+from tests.processes import FORKED, ROOT, children, environment, finished, free_ports
 
 MARKED = Path(__file__).with_name("marked_evaluation.py")
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "4")
+# Four ranks that somebody else has started
+RANKS = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1"}
 DOCUMENTS = ["split=train", "documents=7", "seq_len=61", "batch_size=3", "contexts=[9,61]"]
 PASSKEYS = [
     "passkey=true",
@@ -34,15 +35,15 @@ TASKS = ["tasks=[my_choice,my_text,my_answer]", "tasks_path={tasks}", "seq_len=6
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("overrides", "layout", "launcher"),
+    ("overrides", "layout", "ranks"),
     [
-        (DOCUMENTS, ["context=2", "strategy=fsdp"], TORCHRUN),
-        (PASSKEYS, ["devices=2", "context=2"], ()),
-        (TASKS, ["devices=2", "strategy=fsdp"], ()),
+        (DOCUMENTS, ["context=2", "strategy=fsdp"], RANKS),
+        (PASSKEYS, ["devices=2", "context=2"], {}),
+        (TASKS, ["devices=2", "strategy=fsdp"], {}),
     ],
 )
 def test_several_devices_write_what_one_writes(
-    run, evaluate, overrides, layout, launcher, tmp_path, monkeypatch
+    run, evaluate, overrides, layout, ranks, tmp_path, monkeypatch
 ):
     """Lengths and numbers of texts divide by no number of devices."""
     if overrides is TASKS:
@@ -52,9 +53,9 @@ def test_several_devices_write_what_one_writes(
     overrides = [word.format(tasks=tasks) for word in overrides]
     one, _ = evaluate(*overrides)
     before = sorted((run / "eval").iterdir())
-    command = (*launcher, str(MARKED), f"checkpoint={run}", "device=cpu", *overrides, *layout)
-    script, *words = command
-    process = finished(script, words, run, MARKS=tmp_path)
+    words = [str(MARKED), f"checkpoint={run}", "device=cpu", *overrides, *layout]
+    script, *words = [str(FORKED), "4", *words] if ranks else words
+    process = finished(script, words, run, **ranks, MARKS=tmp_path, MASTER_PORT=free_ports(1)[0])
     assert process.returncode == 0, process.stderr
     assert "Traceback" not in process.stderr and "Warning" not in process.stderr
     assert sorted((run / "eval").iterdir()) == before, "in the place of one device's"

@@ -213,16 +213,6 @@ def test_a_killed_process_ends_its_run_in_one_line(nodes, victim, changes, overr
         check_ends(processes, pid, tmp_path / "runs" / "r")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("nodes", "launcher"), [(0, "supervisor"), (1, "agent")])
-def test_a_killed_launcher_leaves_no_rank(nodes, launcher, overrides_in, tmp_path):
-    with running(overrides_in, tmp_path, nodes) as [process]:
-        everyone = descendants(process.pid)
-        process.kill()
-        while any(map(is_alive, everyone)):
-            time.sleep(0.01)
-
-
 def listeners(pids: Sequence[int]) -> set[str]:
     """Return the addresses at which the processes listen, as /proc/net has them."""
     links = [link for pid in pids for link in Path(f"/proc/{pid}/fd").glob("*")]
@@ -237,13 +227,20 @@ def listeners(pids: Sequence[int]) -> set[str]:
     }
 
 
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+
+
 @pytest.mark.slow
-def test_devices_listen_on_loopback_alone(overrides_in, tmp_path):
-    loopback = {"0100007F", "00000000000000000000000001000000"}
-    with running(overrides_in, tmp_path) as [process]:
-        everyone = [process.pid, *descendants(process.pid)]
-        found = listeners(everyone)
-        assert found and found <= loopback
+@pytest.mark.parametrize(("nodes", "launcher"), [(0, "supervisor"), (1, "agent")])
+def test_a_killed_launcher_leaves_no_rank(nodes, launcher, overrides_in, tmp_path):
+    """And ranks of a supervisor listen on loopback alone."""
+    with running(overrides_in, tmp_path, nodes) as [process]:
+        everyone = descendants(process.pid)
+        found = listeners([process.pid, *everyone])
+        assert found and (nodes or found <= LOOPBACK)
+        process.kill()
+        while any(map(is_alive, everyone)):
+            time.sleep(0.01)
 
 
 STRANGERS = [b"", b"GET / HTTP/1.1\r\nHost: node1\r\n\r\n"]
