@@ -146,7 +146,8 @@ class ConfigJson(dict[str, Any]):
         """Raise unless `value` of `key` is one of those `covered`."""
         if not any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in covered):
             wanted = covered[0] if isinstance(covered[0], str) else json.dumps(covered[0])
-            raise self.error(f"{key}={_short(value)} is not covered yet; only {wanted} is")
+            problem = f"{key}={_short(value)} is not covered yet; only {wanted} is"
+            raise self.error(f"{problem}, but transformers=always may compute it")
 
     def error(self, message: str) -> ValueError:
         """A ValueError that begins with the file."""
