@@ -101,9 +101,8 @@ class Trial:
         with self.autocast(not naive):
             out = compute(*layer.project(inputs, *angles), model.masks(mask, shards, rows)[0])
             added = layer.branch(out, inputs).float()
-        found = f"forward and branch return {(*added.shape,)}"
-        found += f" of an input {(*inputs.shape,)}; give the same shape"
-        refuse((added.shape != inputs.shape, found))
+        if is_mixer:
+            layer.part.check_shape("forward and branch return", added, inputs.shape)
         gradients = torch.autograd.grad(added, [inputs, *layer.parameters()], added)
         return [added.detach(), *gradients]
 

@@ -280,7 +280,10 @@ class Block(nn.Module):
         # missing: no recomputation saves it.
         if (self.attention.reads_input or self.shares_norm) and normed is None:
             normed = self.attention_norm(x)
-        branch = self.scaled(self.attention_out_norm(self.attention.branch(out, normed)))
+        branch = self.attention.branch(out, normed)
+        if branch.shape != x.shape:  # the sum would broadcast; attention's never differs
+            self.attention.part.check_shape("forward and branch return", branch, x.shape)
+        branch = self.scaled(self.attention_out_norm(branch))
         if self.is_parallel:
             normed = normed if self.shares_norm else self.mlp_norm(x)
             x = x + branch

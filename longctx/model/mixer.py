@@ -116,12 +116,15 @@ class Mixer(nn.Module):
         own = part.softmax if isinstance(self, SelfAttention) else None
         super().__init__(*(() if own is None else (own, backend)))
         self.part, self.backend = part, backend
-        for linear in part.linears[len(own.linears) if own else 0 :]:
-            self.add_module(linear.name, Linear(linear.columns, linear.outputs, bias=False))
-        for name, _ in part.vectors[len(own.vectors) if own else 0 :]:
-            shape = part.shapes[name]
-            zeros = torch.zeros(sum(rows_of(shape)), *shape[1:])
-            self.register_parameter(name, nn.Parameter(zeros))
+        try:
+            for linear in part.linears[len(own.linears) if own else 0 :]:
+                self.add_module(linear.name, Linear(linear.columns, linear.outputs, bias=False))
+            for name, _ in part.vectors[len(own.vectors) if own else 0 :]:
+                shape = part.shapes[name]
+                zeros = torch.zeros(sum(rows_of(shape)), *shape[1:])
+                self.register_parameter(name, nn.Parameter(zeros))
+        except KeyError as error:  # such as a weight called `forward`
+            raise part.mistake(f"weights: {error.args[0]}; rename the weight") from error
 
     @classmethod
     def weights(cls, spec: MixerSpec) -> Mapping[str, tuple[Any, ...]]:
@@ -199,14 +202,14 @@ class Mixer(nn.Module):
     def __call__(self, *arguments: Any) -> Tensor:
         """Call `forward`, with the heads of this rank if ranks share sequences."""
         *tensors, batch = arguments
-        if batch.ranks.count == 1:
-            return super().__call__(*arguments)
-        # If there are fewer heads than ranks, several ranks get the same one
         exchange, own = Ulysses(batch.ranks), list[Tensor]()
-        for x in tensors:
+        # If there are fewer heads than ranks, several ranks get the same one
+        for x in tensors if batch.ranks.count > 1 else ():
             wide = x.repeat_interleave(max(1, batch.ranks.count // x.shape[2]), 2)
             own += exchange.to_heads(wide.unflatten(2, (batch.ranks.count, -1)))
-        return exchange.to_tokens(super().__call__(*own, batch))[0]
+        out = super().__call__(*(own or tensors), batch)
+        self.part.check_shape("forward returns", out, (own or tensors)[0].shape[:2])
+        return exchange.to_tokens(out)[0] if own else out
 
 
 def widened(x: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from longctx.attention import Mask
 from longctx.config.layout_config import MemoryConfig, tile_size
 from longctx.model.experts import balancing, running
-from longctx.model.mixer import Mixer
+from longctx.model.mixer import Mixer, widened
 from longctx.model.offload import HostBuffers, SavedTensors, arriving, present
 from longctx.model.rope import Angles
 
@@ -236,7 +236,7 @@ def _block_backward(tape: _Tape, i: int, x: Tensor, dy: Tensor, sums: _Sums) -> 
     # In tiles dx takes the memory of dy, which the block above made and nobody else reads
     block, saved = tape.blocks[i], tape.output(i, x)
     out, lse = saved["out"], saved.get("lse")
-    one_tile = _one_tile(tape.tile, x) and not tape.memory.heads_at_once
+    one_tile = x.shape[1] <= (tape.tile or x.shape[1]) and not tape.memory.heads_at_once
 
     # after: dx along the residual stream, and do of attention's output
     after = partial(block.after, needs_value=False)
@@ -328,7 +328,7 @@ def in_tiles(
         tokens = inputs[0].shape[1]
         for at, own in _arriving_tiles(tile, inputs, device or inputs[0].device):
             parts = _tuple(function(*own))
-            if _one_tile(tile, inputs[0]):
+            if at == slice(0, tokens):  # one tile
                 return parts
             outputs = outputs or tuple(p.new_empty(1, tokens, *p.shape[2:]) for p in parts)
             for output, part in zip(outputs, parts, strict=True):
@@ -386,17 +386,13 @@ class _Sums:
 
     def add(self, parts: Sequence[Tensor | None]) -> None:
         for n, (total, part) in enumerate(zip(self.sums, parts, strict=True)):
-            if part is not None and total is None:
-                self.sums[n] = part.to(torch.promote_types(part.dtype, torch.float32))
-            elif part is not None and total is not None:
-                total += part
+            if part is not None:
+                self.sums[n] = widened(part) if total is None else total.add_(part)
 
     def gradients(self) -> list[Tensor | None]:
         """The sums, in the precision of the weights."""
-        return [
-            None if g is None else g.to(w.dtype)
-            for g, w in zip(self.sums, self.weights, strict=True)
-        ]
+        pairs = zip(self.sums, self.weights, strict=True)
+        return [None if total is None else total.to(x.dtype) for total, x in pairs]
 
 
 def _surroundings(device: str) -> Callable[[], AbstractContextManager[None]]:
@@ -437,10 +433,6 @@ def _placed(whole: Tensor | None, part: Tensor, dim: int, heads: slice, count: i
         whole = part.new_empty(*part.shape[:dim], count, *part.shape[dim + 1 :])
     whole.narrow(dim, heads.start, part.shape[dim]).copy_(part)
     return whole
-
-
-def _one_tile(tile: int, x: Tensor) -> bool:
-    return tile == 0 or x.shape[1] <= tile
 
 
 def _trained(block: Any) -> list[Tensor]:

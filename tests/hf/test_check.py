@@ -1,7 +1,5 @@
 """longctx check: each fault of a mixer is found by the check that is named for it."""
 
-import sys
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +10,7 @@ from longctx.attention.description import SCORES
 from longctx.hf import check
 from longctx.model.mixer import Batch, Mixer
 from longctx.model.mixers.description import MIXERS, Cost, register
+from tests.model.test_mixers import loaded
 from tests.processes import ROOT, finished
 from tests.test_docs import blocks
 
@@ -128,15 +127,9 @@ def test_every_check_of_a_cpu_passes(tmp_path):
 
 def test_score_functions_of_a_file_are_checked(tmp_path, capsys):
     code = next(code for code in blocks("extend.md", "python") if "def alibi" in code)
-    (tmp_path / "my_scores.py").write_text(code)
-    try:
-        assert check.check(str(tmp_path / "my_scores.py")) == 0
-    finally:
-        for name in [name for name in SCORES if name != "none"]:
-            del SCORES[name]
-        # Or the file would not register them again for another test
-        for name in [name for name in sys.modules if name.startswith("my_scores_")]:
-            del sys.modules[name]
+    (file := tmp_path / "my_scores.py").write_text(code)
+    with loaded(file, SCORES):
+        assert check.check(str(file)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [lines[0], lines[len(check.CHECKS) + 1]] == ["alibi", "first_and_last"]
     assert sum(line.startswith("ok") for line in lines) == 2 * (len(check.CHECKS) - 4)
@@ -155,11 +148,9 @@ def test_an_error_names_the_line_of_the_file_and_is_printed_once(tmp_path, capsy
         "*super().project(x, *angles), self.gates(x)", "super().project(x, *angles)"
     ).replace("q, k, v, gates, batch", "q, k, v, batch")
     code = code.replace("torch.sigmoid(gates)", "torch.sigmoid(self.gates)")
-    (tmp_path / "my_heads.py").write_text(code.replace('"head_gate"', '"heads"'))
-    try:
-        assert check.check(str(tmp_path / "my_heads.py")) == 1
-    finally:
-        MIXERS.pop("heads", None)
+    (file := tmp_path / "my_heads.py").write_text(code.replace('"head_gate"', '"heads"'))
+    with loaded(file):
+        assert check.check(str(file)) == 1
     printed = capsys.readouterr()
     failed = [line for line in printed.out.splitlines() if line.startswith("FAILED")]
     line = 1 + code.splitlines().index(next(x for x in code.splitlines() if "self.attended" in x))
@@ -177,14 +168,11 @@ class Narrow(Sound):
         return Cost(saved=-e * spec.size)
 
 
-def test_a_wrong_shape_and_a_wrong_cost_are_said(capsys):
-    register("narrow", Narrow)
-    try:
-        assert check.check("narrow") == 1
-    finally:
-        del MIXERS["narrow"]
+def test_a_wrong_shape_and_a_wrong_cost_are_said(capsys, monkeypatch):
+    monkeypatch.setitem(MIXERS, "narrow", Narrow)
+    assert check.check("narrow") == 1
     lines = capsys.readouterr().out.splitlines()
-    assert "return (2, 192, 32) of an input (2, 192, 64); give the same shape" in lines[1]
+    assert "return (2, 192, 32); give the input's (2, 192, 64)" in lines[1]
     # The error of the line above is not written again
     assert lines[6].startswith("FAILED  recomputation") and lines[6].endswith("the same")
     assert lines[-1].startswith("FAILED  memory") and "below 0" in lines[-1]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,13 +37,13 @@ LENGTHS = (1, 2, 17, 5, 12)  # of documents
 
 
 @contextmanager
-def loaded(file: Path) -> Iterator[None]:
-    """Register the mixers of a file; forget them afterwards."""
-    before = MIXERS.copy()
+def loaded(file: Path, registered: dict[str, Any] = MIXERS) -> Iterator[None]:
+    """Register the mixers, or score functions, of a file; forget them afterwards."""
+    before = registered.copy()
     plugins.load([str(file)])
     yield
-    for name in MIXERS.keys() - before.keys():
-        del MIXERS[name]
+    for name in registered.keys() - before.keys():
+        del registered[name]
     for name in [name for name in sys.modules if name.startswith(f"{file.stem}_")]:
         del sys.modules[name]
 
@@ -142,10 +143,22 @@ def test_what_a_mixer_lacks_is_refused(monkeypatch):
     answers = {"cost": lambda spec, e: Cost(spec.no_such), "weights": lambda spec: spec.no_such}
     for question, given in answers.items():
         monkeypatch.setattr(MIXERS["short"], question, given)
-        with pytest.raises(ValueError, match=rf"{question}: .*test_mixers\.py, line \d+: Attr"):
+        with pytest.raises(ValueError, match=rf"test_mixers\.py, line \d+: {question}: Attr"):
             small("short").config.block(0).attention.cost(2)
     monkeypatch.setattr(MIXERS["short"], "weights", lambda spec: {"out": 4})
-    with pytest.raises(ValueError, match=r"mixer=short: weights: .*my_mixer\.py: TypeError: 'int'"):
+    with pytest.raises(ValueError, match=r"mixer=short: .*my_mixer\.py: weights: TypeError: 'int'"):
+        small("short")
+
+
+@pytest.mark.parametrize("memory", ["fast", "balanced"])
+def test_a_wrong_shape_or_name_is_one_error_that_names_the_file(memory, monkeypatch):
+    ids, mixer = packed()[0], MIXERS["short"]
+    for change in (lambda x: x[:, 1:], lambda x: x[..., :1], lambda x: (x, None)):
+        monkeypatch.setattr(mixer, "forward", lambda self, x, batch, change=change: change(x))
+        with pytest.raises(ValueError, match=r"mixer=short: .*my_mixer\.py: forward .*; give the"):
+            small("short", memory=memory)(ids, ids)
+    monkeypatch.setattr(mixer, "weights", lambda spec: {"forward": (4, spec.size)})
+    with pytest.raises(ValueError, match=r"my_mixer\.py: weights: .*'forward'.*; rename the"):
         small("short")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd, prod
@@ -76,16 +76,26 @@ class MixerSpec(AttentionSpec):
         """Return its values of model.mixer_options.NAME, with defaults."""
         return {**self.computed_by.options, **self.model.mixer_options.get(self.mixer, {})}
 
+    def mistake(self, problem: str, place: str | None = None) -> ValueError:
+        """Return the error for a `problem` of its class, in the class's file or at a `place`."""
+        place = place or sys.modules[self.computed_by.__module__].__file__
+        return ValueError(f"model.mixer={self.mixer}: {place}: {problem}")
+
+    def check_shape(self, methods: str, found: Any, wanted: Sequence[int]) -> None:
+        """Raise ValueError if `found`, which `methods` return, has other first dimensions."""
+        shape, wanted = tuple(getattr(found, "shape", ())), tuple(wanted)
+        if shape[: len(wanted)] != wanted:
+            raise self.mistake(f"{methods} {shape or type(found)}; give the input's {wanted}")
+
     def answer(self, question: str, form: Callable[[Any], Any], *arguments: Any) -> Any:
         """Return `form` of what its class answers; ValueError, with the place, if either fails."""
         try:
             return form(getattr(self.computed_by, question)(self, *arguments))
         except Exception as error:  # of a plugin
             frames = [x for x in extract_tb(error.__traceback__) if x.filename != __file__]
-            places = [sys.modules[self.computed_by.__module__].__file__]
-            places += [f"{x.filename}, line {x.lineno}" for x in frames]
-            problem = f"{question}: {places[-1]}: {type(error).__name__}: {error}"
-            raise ValueError(f"model.mixer={self.mixer}: {problem}") from error
+            places = [f"{x.filename}, line {x.lineno}" for x in frames]
+            problem = f"{question}: {type(error).__name__}: {error}"
+            raise self.mistake(problem, *places[-1:]) from error
 
     @cached_property
     def shapes(self) -> dict[str, tuple[Any, ...]]:
