@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import random
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +29,7 @@ from longctx.attention.context_parallel import Context
 from longctx.attention.naive import by_triton, splits_keys
 from longctx.model.gpt import GPT
 from longctx.model.mixer import Mixer
+from longctx.model.offload import print_once
 from longctx.model.recompute import in_tiles
 from longctx.model.rope import Angles, Rope, frequencies
 
@@ -65,8 +65,8 @@ class Decoder:
         slow = [f"model.mixer={x.part.mixer}" for x in mixers.values() if not x.decodes]
         slow += [f"attention={x.name}" for x in attends if not x.decodes]
         self.decodes = not slow
-        for setting in dict.fromkeys(slow):
-            warn_of_slow_decoding(setting)
+        for setting in slow:
+            print_once(f"{setting} has no decoding: each new token computes its text again")
         self.rows, self.length, self.dtype = rows, length, dtype
         # Of each layer: keys and values, or what its mixer has
         shape = 2, rows, length, model.config.kv_heads, model.config.head_size
@@ -196,12 +196,6 @@ class Decoder:
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.model.logits(self.model.norm(x), self.head)
-
-
-@functools.cache
-def warn_of_slow_decoding(setting: str) -> None:
-    """Print, once, that each new token costs a forward over the whole text."""
-    print(f"{setting} has no decoding: each new token computes its text again", file=sys.stderr)
 
 
 def decoder_of(model: GPT, rows: int, length: int, graphs: bool | None = None) -> Decoder:

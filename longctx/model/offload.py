@@ -61,9 +61,9 @@ def copying_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @functools.cache
-def stays(problem: str) -> None:
-    """Print a line, once, that the host has no memory for a block."""
-    print(f"offload: {problem}; what is missing stays on the GPU", file=sys.stderr, flush=True)
+def print_once(line: str) -> None:
+    """Print `line` on stderr, the first time."""
+    print(line, file=sys.stderr, flush=True)
 
 
 class Away:
@@ -110,7 +110,7 @@ class SavedTensors(Away):
         except MemoryError as error:
             buffers.memory.clear()
             buffers.is_refused = True
-            stays(str(error))
+            print_once(f"offload: {error}; what is missing stays on the GPU")
             return
         self.device = next(iter(tensors.values())).device
         self.copied = _copy(tensors.values(), self.on_host.values(), self.device)
@@ -159,7 +159,7 @@ def allocate(model: Any, share: float, device: torch.device) -> None:
                 return memory.view(weight.shape)
             except MemoryError as error:
                 expected.clear()
-                stays(str(error))
+                print_once(f"offload: {error}; what is missing stays on the GPU")
         return torch.empty_like(weight, device=device)
 
     model._apply(memory_of)
@@ -214,11 +214,11 @@ def pinned(numel: int, dtype: torch.dtype, for_gpu: bool = True) -> Tensor:
     # and pinned several times faster than those of 4 KiB. A forked process does not get
     # them: it would make the parent write to copies, which the GPU does not see.
     nbytes = numel * dtype.itemsize
+    amount = f"{nbytes / 2**30:.1f} GiB of host memory"
     try:
         pages = _Pages(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:  # a limit of the process or the machine
-        problem = f"{nbytes / 2**30:.1f} GiB of host memory: {error.strerror}"
-        raise MemoryError(problem) from error
+        raise MemoryError(f"{amount}: {error.strerror}") from error
     pages.madvise(mmap.MADV_DONTFORK)
     with contextlib.suppress(OSError):  # of a kernel without them
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -227,9 +227,7 @@ def pinned(numel: int, dtype: torch.dtype, for_gpu: bool = True) -> Tensor:
     memory.zero_()
     code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if code != 0:
-        raise MemoryError(
-            f"{nbytes / 2**30:.1f} GiB of host memory could not be pinned (CUDA error {code})"
-        )
+        raise MemoryError(f"{amount} could not be pinned (CUDA error {code})")
     pages.unpin = partial(torch.cuda.cudart().cudaHostUnregister, memory.data_ptr())
     return memory[:nbytes].view(dtype)
 

@@ -219,7 +219,7 @@ def test_weights_on_the_host_change_no_bit(way, device, monkeypatch, capsys):
     """And those of two blocks at most are on the device, but for what the host has no memory."""
     config, results = replace(CONFIG, layers=5, channels=64, experts=ExpertsConfig(4, ffn=16)), []
     after = Block.after
-    offload.stays.cache_clear()
+    offload.print_once.cache_clear()
     for share, room, number in ((0.0, 99, 0), (0.6, 99, 3), (1.0, 99, 5), (1.0, 7, 2)):
         memory = chain(repeat(pinned, room), repeat(lambda *size: pinned(1 << 62, torch.uint8)))
         monkeypatch.setattr(offload, "pinned", lambda *size, of=memory: next(of)(*size))
