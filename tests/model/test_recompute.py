@@ -172,7 +172,7 @@ def test_a_group_of_heads_takes_predicted_memory(name, monkeypatch):
     """On fake tensors, without the workspace of the kernels: no group holds the one before."""
     monkeypatch.setattr(layers, "fused", lambda x: x.dtype == torch.bfloat16)
     keys = ("heads_at_once=1", "mlp_tile=8192", "recompute=block")
-    step, tokens = workload(f"model={name}", *(f"memory.{key}" for key in keys)), 524288
+    step, tokens = workload(f"model={name}", *(f"memory.{key}" for key in keys)), 262144
     through, spec = step.pass_of(1, tokens), step.model.block(0)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", torch.bfloat16):
         block = Block(spec, AttentionConfig("flash"))
