@@ -65,7 +65,7 @@ class TransformersConfig(GPTConfig):
         return [(rows, columns) for rows, columns in self.transformers["matrices"]]
 
     def lora_widths(self, of_token: bool = False) -> Mapping[str, int]:
-        return dict(self.transformers["lora"])
+        return {name: width for name, width in self.transformers["lora"].items() if width}
 
     def check_length(self, tokens: int, key: str) -> None:
         limit = self.transformers.get("positions")

@@ -373,11 +373,11 @@ class LoraConfig:
 
     def check_model(self, model: GPTConfig) -> None:
         """Raise ValueError for a chosen target or a format that `model` cannot have."""
-        has = model.lora_widths()
+        has = [*model.lora_widths()] or ["none"]
         # A model need not have each of the usual targets
         is_usual = self.targets == list(LORA_TARGETS)
         for chosen in [self.targets] if is_usual else [[x] for x in self.targets]:
-            is_missing = self.rank is not None and has.keys().isdisjoint(chosen)
+            is_missing = self.rank is not None and not {*has} & {*chosen}
             refuse((is_missing, f"lora.targets={','.join(chosen)}: the model has {', '.join(has)}"))
         for _, columns in model.frozen_matrices if self.base is not None else []:
             given = f"lora.base={self.base}: a matrix has {columns} columns, and the format takes a"

@@ -226,7 +226,7 @@ def test_learned_positions_end(kind, limit):
 
 def test_lora_without_a_layer_is_refused():
     """GPT-2 has layers of a class of its own."""
-    with pytest.raises(ValueError, match=r"lora\.targets=.*no such layer"):
+    with pytest.raises(ValueError, match=r"lora\.targets=.*: the model has none"):
         LoraConfig(rank=2).check_model(described(settings_of("gpt2")))
     LoraConfig(rank=2).check_model(described(settings_of("gpt_neox")))
 

@@ -155,5 +155,5 @@ def test_matrices_that_do_not_fit_are_refused():
     narrow = GPTConfig(**SIZES | {"channels": 96, "heads": 6})
     with pytest.raises(ValueError, match=r"lora\.base=nf4: a matrix has 96 columns"):
         LoraConfig(rank=2, base="nf4").check_model(narrow)
-    with pytest.raises(ValueError, match=r"lora\.targets=gate: the model has no such layer"):
+    with pytest.raises(ValueError, match=r"lora\.targets=gate: the model has qkv"):
         LoraConfig(rank=2, targets=["qkv", "gate"]).check_model(narrow)
