@@ -17,7 +17,7 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any, NamedTuple
 
-from longctx.config.fields import Group, key, refuse
+from longctx.config.fields import Group, key
 from longctx.spec.parts import AttentionSpec, LinearSpec, Piece
 
 SOFTMAX = "softmax"  # attention by the backend that attention= names
@@ -258,5 +258,5 @@ def check_windows(model: Any, backend: str | None) -> None:
     `backend`.
     """
     lacks = "model.window=null" if model.has_kernels else "transformers computes the model"
-    is_unused = backend and (model.window is None or not model.has_kernels)
-    refuse((is_unused, f"attention.window={backend}: {lacks}; give one backend for all layers"))
+    if backend and (model.window is None or not model.has_kernels):
+        raise ValueError(f"attention.window={backend}: {lacks}; give one backend for all layers")
