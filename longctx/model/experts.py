@@ -57,7 +57,7 @@ class Experts(nn.Module):
         added = {"weight": nn.Parameter(torch.zeros(part.count), requires_grad=False)}
         self.exact = ("correction",) if keys.router == "sigmoid_bias" else ()
         self.correction = nn.ParameterDict(added) if self.exact else None
-        self.groups, self.top_groups = keys.groups, min(keys.groups, keys.top_groups)
+        self.groups, self.top_groups = keys.groups, keys.top_groups
         self.shared = MLP(part.dense) if keys.shared else None
         self.shared_gate = others[-1] if keys.shared_gate else None
 

@@ -90,9 +90,7 @@ class Machine:
 
 
 def chip(name: str, memory: float | None = None) -> Chip:
-    """Return the chip that torch or a user calls `name`, with so many bytes of `memory`; None: the
-    usual, which is 0 if the name is not known.
-    """
+    """Return the chip that torch or a user calls `name`; no `memory`: its own, 0 if unknown."""
     unknown = Chip("", 0.0, None, None, REACHED * SLOWEST)
     known = next((card for of, card in cards().items() if is_named(name, of)), unknown)
     if any(is_named(name, word) for word in OTHERS):
