@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,6 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+# nohup has it ignored, which what a test starts would inherit: then no closed pipe ends a run
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     for name in ("decoding", "portable"):
