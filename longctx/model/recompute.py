@@ -396,8 +396,8 @@ class _Sums:
 
 
 def _surroundings(device: str) -> Callable[[], AbstractContextManager[None]]:
-    """Return what restores autocast and the balance of experts of now, the forward pass, for a
-    backward that runs parts of it again.
+    """Return a context with the autocast and balance of experts of this forward pass: backward
+    runs parts of it again.
     """
     dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
     balance = running()

@@ -247,8 +247,8 @@ class AttentionSpec(Part):
 
 @dataclass(frozen=True)
 class FeedForward(Part):
-    """SwiGLU, or the same with another activation, with a fused projection of gate and up; without
-    gate the projection has that name too, which is a target of LoRA.
+    """SwiGLU, or the same with another activation, with a fused projection of gate and up. Its
+    name, a target of LoRA, is the same without gate.
     """
 
     inner: int

@@ -65,11 +65,11 @@ class Family:
     alike: word in names of tensors → transformers' own, which folders may have too.
     defaults: values of transformers for keys that config.json lacks.
     rope: rope_parameters of transformers, if config.json has none.
-    rope_types: those that its class has; none: all.
+    rope_types: kinds of rope in its class; none: all.
     experts: tensor of an expert → its name in layers, with {} for its number; without, experts have
         one tensor, and gate and up, too.
     turned: those tensors have rows as columns, the ones of gate and up by turns.
-    mixers: of layers that layer_types does not call full_attention, and of those that it does.
+    mixers: of layers with another word than full_attention in layer_types, and of the others.
     options: key of config.json → option of the first of them, in their order.
     shared: keys of config.json: the width of all shared experts, and that of one of the others.
     """
