@@ -81,7 +81,7 @@ class Flash(Backend):
         """
         B, Tk, Hkv, _ = qkv[1].shape
         assert mask.first is not None and mask.last is not None and scores.key_bias is not None
-        first = first_keys(qkv[0], qkv[1], mask.first, mask.last, scores)
+        first = first_keys(qkv[0], qkv[1], _intervals(mask), scores)
         first = first.unflatten(1, (Hkv, -1)).amin(2).flatten(0, 1)
         last = mask.last[:, None].expand(B, Hkv, -1).flatten(0, 1)
         own = replace(Mask.bound(first, last, Tk), window=mask.window)

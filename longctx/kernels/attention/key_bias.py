@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from longctx.kernels.attention import Scores
+from longctx.kernels.attention import Intervals, Scores
 
 
 def reference(key_bias: Tensor, last: Tensor | None) -> Tensor:
@@ -41,14 +41,14 @@ def relative_sinks(scores: Scores, last: Tensor | None) -> Tensor:
     return sinks if scores.key_bias is None else sinks - reference(scores.key_bias, last)
 
 
-def first_keys(q: Tensor, k: Tensor, first: Tensor, last: Tensor, scores: Scores) -> Tensor:
-    """Return (B, Hq, Tq) int32 like `first` (B or 1, Tq): the first keys that may weigh something.
+@torch.no_grad()
+def first_keys(q: Tensor, k: Tensor, mask: Intervals, scores: Scores) -> Tensor:
+    """Return (B, Hq, Tq) int32 like `mask.first` (B or 1, Tq): first keys that may weigh something.
 
-    Fewer are skipped if the bias falls along a row, as it may at the beginning of a document.
+    Fewer are skipped if the bias falls inside a document.
     """
     assert scores.key_bias is not None and scores.scale is not None
-    group = q.shape[2] // k.shape[2]
-    q, k = q.detach(), k.detach()
+    group, last, bias = q.shape[2] // k.shape[2], mask.last, scores.key_bias.double()
     own_k = k[torch.arange(len(k), device=k.device)[:, None], last.clamp(min=0).long()]
     own = (q * own_k.repeat_interleave(group, 2)).sum(3, dtype=torch.float32)
     # no product is larger than those of lengths
@@ -58,10 +58,15 @@ def first_keys(q: Tensor, k: Tensor, first: Tensor, last: Tensor, scores: Scores
     own, bound = (scores.scale * x.transpose(1, 2) for x in (own, 1.01 * bound))
     if scores.softcap is not None:
         own, bound = scores.softcap * (own / scores.softcap).tanh(), bound.clamp(max=scores.softcap)
-    least = reference(scores.key_bias, last) + own - bound - math.log(2**24)
-    sums = scores.key_bias.detach().logcumsumexp(2)
+    # a document's lift cancels: no query that sees its first key sees one before. Lifted, the
+    # document continues the bias of the one before, which so weighs little in its sums
+    of_key = mask.first.gather(1, mask.qfirst.clamp(max=last.shape[1] - 1).long())
+    begins = of_key >= torch.arange(k.shape[1], device=k.device)
+    falls = -bias.diff(dim=2, prepend=bias[..., :1]).nan_to_num(posinf=0, neginf=0)
+    bias = bias + (falls.clamp(min=0) * begins[:, None]).cumsum(2)
+    least = reference(bias, last) + own - bound - math.log(2**24)
     # NaN bounds nothing, nor does a product too great for fp16
     least = least.nan_to_num(nan=-math.inf, posinf=-math.inf)
-    keys = torch.searchsorted(sums, least, out_int32=True)
+    keys = torch.searchsorted(bias.logcumsumexp(2), least, out_int32=True)
     # they do not decrease along a row, as tiles assume
-    return torch.maximum(keys, first[:, None]).flip(2).cummin(2).values.flip(2)
+    return torch.maximum(keys, mask.first[:, None]).flip(2).cummin(2).values.flip(2)
