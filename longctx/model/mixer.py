@@ -99,8 +99,8 @@ class Mixer(nn.Module):
     softmax_calls: calls of softmax attention in one forward
     lacks: keys of a model that it would ignore
     reads_input: True if `branch` takes the normed input x
-    exact: weights that stay in fp32 in every export, and matrices that do so in a run in 16 bits;
-        other weights than matrices do anyway
+    exact: weights that export leaves in fp32. A run in 16 bits leaves these matrices in fp32 too,
+        and every weight that is no matrix
     """
 
     options: ClassVar[Mapping[str, Any]] = {}

@@ -45,7 +45,7 @@ def relative_sinks(scores: Scores, last: Tensor | None) -> Tensor:
 def first_keys(q: Tensor, k: Tensor, mask: Intervals, scores: Scores) -> Tensor:
     """Return (B, Hq, Tq) int32 like `mask.first` (B or 1, Tq): first keys that may weigh something.
 
-    Fewer are skipped if the bias falls inside a document.
+    Fewer are skipped if the bias decreases inside a document.
     """
     assert scores.key_bias is not None and scores.scale is not None
     group, last, bias = q.shape[2] // k.shape[2], mask.last, scores.key_bias.double()
@@ -60,10 +60,10 @@ def first_keys(q: Tensor, k: Tensor, mask: Intervals, scores: Scores) -> Tensor:
         own, bound = scores.softcap * (own / scores.softcap).tanh(), bound.clamp(max=scores.softcap)
     # a document's lift cancels: no query that sees its first key sees one before. Lifted, the
     # document continues the bias of the one before, which so weighs little in its sums
-    of_key = mask.first.gather(1, mask.qfirst.clamp(max=last.shape[1] - 1).long())
-    begins = of_key >= torch.arange(k.shape[1], device=k.device)
-    falls = -bias.diff(dim=2, prepend=bias[..., :1]).nan_to_num(posinf=0, neginf=0)
-    bias = bias + (falls.clamp(min=0) * begins[:, None]).cumsum(2)
+    first_visible = mask.first.gather(1, mask.qfirst.clamp(max=last.shape[1] - 1).long())
+    begins_document = first_visible >= torch.arange(k.shape[1], device=k.device)
+    decreases = -bias.diff(dim=2, prepend=bias[..., :1]).nan_to_num(posinf=0, neginf=0)
+    bias = bias + (decreases.clamp(min=0) * begins_document[:, None]).cumsum(2)
     least = reference(bias, last) + own - bound - math.log(2**24)
     # NaN bounds nothing, nor does a product too great for fp16
     least = least.nan_to_num(nan=-math.inf, posinf=-math.inf)
