@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.points import Row, decided, point, training_run
 from benchmarks.processes import ROOT, finished, in_child
-from benchmarks.report import machine, save_figure, table, write_json
+from benchmarks.report import dress, machine, save_figure, table, write_json
 from benchmarks.words import check_unused
 from longctx import files
 from longctx.attention.description import SCORES
@@ -46,7 +46,8 @@ SETTINGS |= OWN
 # What a machine trains in about ten minutes, and the tokens of each run
 USUAL = {
     "cuda": "model.layers=8 model.channels=512 model.heads=8 model.kv_heads=8 model.ffn=1408 "
-    "seq_len=8192 batch_size=4 accumulate=1 val_rows=64 tracker=none",
+    "model.vocab_size=null seq_len=8192 batch_size=4 accumulate=1 val_rows=64 compile=false "
+    "tracker=none",
     "cpu": "model=tiny seq_len=512 batch_size=1 accumulate=1 val_rows=32 data.documents=200 "
     "data.vocab_size=512 tracker=none",
 }
@@ -54,7 +55,7 @@ TOKENS = {"cuda": 2**23, "cpu": 3 * 2**16}
 LENGTHS = {"cuda": (8192, 16384, 32768, 65536), "cpu": ()}
 FIGURES = ("val_loss", "tokens_per_second", "memory_peak_gib", "process_peak_gib")
 LATE = "no minutes left"
-LATE_POINT: Row = {"failed": LATE}
+MARKERS = "osD^v<>phXP"  # with ten colours they make 110 looks
 KEYS_FOUND = "pass keys found, from the beginning of a text to its end"
 OF_STEPS = ("tokens of a sequence", "tokens/s", "a step of training")
 BY_LENGTH = ("tokens/s of steps", "GiB of steps", KEYS_FOUND)
@@ -72,7 +73,7 @@ class Options(Group):
     lengths: tuple[int, ...] | None = key(None, "of steps to time; null: 8,192 to 65,536 on a GPU")
     passkeys: tuple[int, ...] | None = key(None, "tokens of texts with pass keys; null: to seq_len")
     check: bool = key(True, "show what longctx check prints of each")
-    jobs: int = key(1, "runs at a time; with several only steps are timed")
+    jobs: int | None = key(None, "runs at a time; null: 4 on a GPU; with 1 they are timed too")
     minutes: float = key(12.0, "for all; later runs and steps are left out")
     out: str = key("runs/arena", "a folder for the runs, page.md, page.png and page.json")
 
@@ -84,6 +85,7 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     check_unused(overrides, TAKEN)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     end, out = time.monotonic() + 60 * options.minutes, Path(options.out)
+    jobs = options.jobs or (4 if device == "cuda" else 1)
     begun = [name for name in options.mixers if (out / name).exists()]
     refuse((begun, f"out={out}: has {', '.join(begun)} already; give another folder, or delete it"))
     given = {re.split("[.=]", x)[0] for x in overrides}
@@ -107,12 +109,13 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
         name = row["mixer"]
         found = trained([*entrants[name], f"max_steps={steps}"], texts, out / name, end)
         print(f"{name}: {found['failed'] or found['val_loss']}", flush=True)
-        return found | ({"tokens_per_second": None} if options.jobs > 1 else {})
+        return found | ({"tokens_per_second": None} if jobs > 1 else {})
 
     def time_steps(row: Row) -> Row:
         lengths = LENGTHS[device] if options.lengths is None else options.lengths
         try:
-            found = {} if row["failed"] else in_child(timed, entrants[row["mixer"]], lengths, end)
+            given = device, entrants[row["mixer"]], lengths, end
+            found = {} if row["failed"] else in_child(timed, *given)
         except RuntimeError as error:  # the process ended
             found = {n: {"failed": str(error)} for n in lengths}
         speeds = {n: x.get("tokens_per_second", x["failed"]) for n, x in found.items()}
@@ -121,7 +124,7 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
 
     names = [x.replace(SOFTMAX, "flash") for x in options.mixers if x in {SOFTMAX, *FILES}]
     subjects = dict.fromkeys([*names, *(x for own in entrants.values() for x in plugins_of(own))])
-    with ThreadPoolExecutor(options.jobs) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         # Steps are timed last: their processes take the machine one after another
         for measured in (compete, time_steps):
             for row, found in zip(rows, pool.map(measured, rows), strict=True):
@@ -186,19 +189,19 @@ def check(subject: str, end: float) -> list[str]:
     return (found.stdout or found.stderr).splitlines()
 
 
-def timed(words: list[str], lengths: tuple[int, ...], end: float) -> dict[int, Row]:
+def timed(device: str, words: list[str], lengths: tuple[int, ...], end: float) -> dict[int, Row]:
     """Return a point for each length, in this process, when no other one measures."""
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     others = [word for word in words if not word.startswith(("seq_len=", "batch_size="))]
     runs = {n: training_run([*others, f"seq_len={n}", "batch_size=1"], device) for n in lengths}
+    found: dict[int, Row] = {n: {"failed": LATE} for n in lengths}
+    if runs and time.monotonic() < end:  # kernels compile before the machine is this process's own
+        point(decided(runs[min(runs)]), 0, 1, apart=False)
     with open(__file__) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        return {
-            n: point(decided(x), 2, 3, apart=False) if time.monotonic() < end else LATE_POINT
-            for n, x in runs.items()
-        }
+        for n, own in runs.items():
+            if time.monotonic() < end:
+                found[n] = point(decided(own), 2, 3, apart=False)
+    return found
 
 
 def write_page(about: Row, rows: list[Row], out: Path) -> None:
@@ -207,14 +210,17 @@ def write_page(about: Row, rows: list[Row], out: Path) -> None:
     panels = 1 + any(row.get(BY_LENGTH[0]) for row in rows)  # one, if no steps are timed
     figure = Figure(figsize=(2 + 5 * panels, 4), layout="constrained")
     axes = figure.subplots(1, panels, squeeze=False)[0]
-    for row in rows:
+    ranked = sorted((row for row in rows if row.get("val_loss")), key=lambda row: row["val_loss"])
+    for place, row in enumerate(ranked):
+        losses = {n: x for n, x in row["losses"].items() if n >= 8}  # before, most know nothing
         speeds = {n: x for n, x in row.get(BY_LENGTH[0], {}).items() if isinstance(x, float)}
-        for axis, found in zip(axes, (row.get("losses", {}), speeds), strict=False):
-            axis.plot(list(found), list(found.values()), "o-", label=row["mixer"])
-    names = ("tokens before", "loss", "validation loss by position"), OF_STEPS
+        for axis, found in zip(axes, (losses, speeds), strict=False):
+            label, marker = f"{row['val_loss']:.2f}  {row['mixer']}", MARKERS[place % len(MARKERS)]
+            axis.plot(list(found), list(found.values()), marker=marker, label=label)
+    names = ("tokens before", "loss", "validation loss by position, and of all"), OF_STEPS
     for axis, (x, y, title) in zip(axes, names, strict=False):
-        axis.set(xlabel=x, ylabel=y, title=title)
         axis.set_xscale("log", base=2)
+        dress(axis, title, x, ylabel=y)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
     save_figure(figure, out / "page.png")
     lines = ["# The arena", ""]
@@ -225,15 +231,14 @@ def write_page(about: Row, rows: list[Row], out: Path) -> None:
         shown = [{"mixer": mixer} | found for mixer, found in cells.items() if found]
         lines += [f"## By length: {title}", "", table(shown), ""] if shown else []
     for subject, found in about.get("check", {}).items():
-        lines += [f"## longctx check {Path(subject).name}", ""]
-        lines += [*(f"    {line}" for line in found), ""]
+        lines += [f"## longctx check {Path(subject).name}", "", *(f"    {x}" for x in found), ""]
     files.write_text(out / "page.md", "\n".join(lines))
 
 
 def summary(row: Row) -> Row:
     """Return the first cells of an entrant."""
-    shown = {name: cell(row[name]) for name in ("mixer", "parameters")}
-    shown |= {x: cell(row[x]) for x in (*FIGURES, "failed") if row.get(x) is not None}
+    names = "mixer", "parameters", *FIGURES, "failed"
+    shown = {x: cell(row[x]) for x in names if row.get(x) is not None}
     shown |= {"val_loss": f"{row['val_loss']:.4f}"} if row.get("val_loss") else {}
     shown |= {f"loss at {n:,}": f"{x:.3f}" for n, x in row.get("losses", {}).items()}
     return {name.replace("_", " "): text for name, text in shown.items()}

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from benchmarks import cards
 from benchmarks.points import training_run
 from benchmarks.processes import ROOT
-from benchmarks.report import save_figure, short
+from benchmarks.report import dress, save_figure, short
 from longctx.config.fields import Group, key
 from longctx.planner import fitting
 from longctx.planner.overview import longest_step
@@ -72,14 +72,9 @@ def draw_cards(axis: Axes) -> None:
             at = (8, 2) if "stepped" in label else (6, -11)
             near = {"xytext": at, "textcoords": "offset points", "fontsize": 8.5}
             axis.annotate(f"{tokens[gb]:,}", (gb, tokens[gb]), **near)
-    axis.set_yscale("log")
-    axis.set_xlim(0, 97)
-    axis.set_xticks([gb for gb in published if gb != 12])
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axis.set_title("8B, LoRA on 4-bit weights: the longest sequence")
-    axis.set_xlabel("GB of the card")
-    axis.set_ylabel("tokens per sequence")
-    axis.grid(alpha=0.3)
+    title = "8B, LoRA on 4-bit weights: the longest sequence"
+    scales = {"yscale": "log", "xlim": (0, 97), "xticks": [gb for gb in published if gb != 12]}
+    dress(axis, title, "GB of the card", ylabel="tokens per sequence", **scales)
     axis.legend(fontsize=8.5, loc="lower right")
 
 
@@ -113,15 +108,11 @@ def draw_attentions(axis: Axes) -> None:
         axis.annotate(f"{what} {limit:,}", (limit, end), color=color, **after)
     ticks = [4096 * 2**n for n in range(9)]
     axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.set_xlim(1900, 30_000_000)
-    axis.set_xticks(ticks, [short(n).replace("1024K", "1M") for n in ticks])
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     millions = content["parameters"] / 1e6
-    axis.set_title(f"{millions:,.0f} million parameters on one {content['gpu']}, exact attention")
-    axis.set_xlabel("tokens per sequence")
-    axis.set_ylabel("tokens per second")
-    axis.grid(alpha=0.3)
+    title = f"{millions:,.0f} million parameters on one {content['gpu']}, exact attention"
+    scales = {"yscale": "log", "xlim": (1900, 30_000_000)}
+    dress(axis, title, "tokens per sequence", ylabel="tokens per second", **scales)
+    axis.set_xticks(ticks, [short(n).replace("1024K", "1M") for n in ticks])
 
 
 def predicted_end(overrides: list[str], content: dict[str, Any]) -> tuple[int, float]:
@@ -148,11 +139,8 @@ def draw_steps() -> Figure:
         axis.set_xscale("log", base=2)
         axis.margins(x=0.12)
         axis.set_xticks(lengths, [short(n) for n in lengths])
-        axis.set_ylim(0, 1.18 * max(ours))
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axis.set_title(f"{model}: tokens/s of whole training steps on one H200", fontsize=11)
-        axis.set_xlabel("tokens per sequence")
-        axis.grid(alpha=0.3)
+        title = f"{model}: tokens/s of whole training steps on one H200"
+        dress(axis, title, "tokens per sequence", ylim=(0, 1.18 * max(ours)))
         axis.legend()
     return figure
 

@@ -52,6 +52,13 @@ def save_figure(figure: Any, path: Path) -> None:
         figure.savefig(partial, dpi=120)
 
 
+def dress(axis: Any, title: str, x: str, **texts: Any) -> None:
+    """Give a matplotlib axis title, labels and scales, a grid, and numbers with commas."""
+    axis.set(title=title, xlabel=x, **texts)
+    axis.yaxis.set_major_formatter(lambda y, _: f"{round(y, 3):,}".removesuffix(".0"))
+    axis.grid(alpha=0.3)
+
+
 def table(rows: Iterable[dict[str, Any]]) -> str:
     """Return Markdown of `rows`."""
     rows = list(rows)
