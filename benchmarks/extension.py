@@ -1,11 +1,11 @@
 """A real model reads further than it was trained to: SmolLM2-135M, from 8,192 to 131,072 tokens.
 
 Its positions are stretched to the last length, and it trains in stages: first at a shorter length,
-then at the last one. A third of the sequences are text, the others are documents that ask for facts
-told far before (examples/needles.py). Before, between the stages and after, the model reads texts
-that it is not trained on: each hides a pass key and asks for it at its end. One forward gives
-perplexity by position and the answer. It also reads the Python language reference, whose loss shows
-if it forgets prose.
+then at the last one. A sixth of the sequences are code and a sixth docstrings, so that it keeps its
+prose. The rest are documents that ask for facts told far before (examples/needles.py). Before,
+between the stages and after, the model reads texts that it is not trained on: each hides a pass key
+and asks for it at its end. One forward gives perplexity by position and the answer. The loss of the
+Python language reference shows if it forgets prose.
 
     make demo
     make demo ARGS='init=owner/name path=docs/ out=runs/mine'
@@ -61,7 +61,8 @@ BINS = 16  # of the positions in the longest text
 VAL_FRACTION = 0.05
 FOUND, PERPLEXITY = "pass keys found", "perplexity up to this token, unseen text"
 LR = 0.0005  # of the first stage; later ones take half
-NEEDLES = Path(__file__).parents[1] / "examples" / "needles.py"
+SOURCES_OF_MIX = [f"{Path(__file__).parents[1]}/examples/{x}.py" for x in ("needles", "docstrings")]
+PLUGINS = f"plugins=[{','.join(SOURCES_OF_MIX)}]"
 # What a machine does in minutes. On a CPU few sequences
 SIZES: dict[str, dict[str, Any]] = {
     "cuda": {"context": 131072, "stages": [[32768, 100], [131072, 12]], "depths": 5, "samples": 2}
@@ -189,7 +190,7 @@ def train(out: Path, name: str, steps: int, overrides: Sequence[str]) -> str:
     folder = out / name
     if folder.exists() and any(x["step"] == steps for x in metrics_file.read(folder)):
         return str(folder)
-    command = ["resume", str(folder), f"plugins=[{NEEDLES}]"]
+    command = ["resume", str(folder), PLUGINS]
     if not run_folder.checkpoints(folder):
         shutil.rmtree(folder, ignore_errors=True)
         command = ["train", *overrides, f"name={name}", f"runs={out}"]
@@ -204,27 +205,26 @@ def stage_of(
 ) -> list[str]:
     """Return the overrides of train.py, `training` the last ones.
 
-    A third of the sequences are text. The others are documents that just fill a sequence, since one
-    that is cut would ask for facts that are not there.
+    A third of the sequences are text, half of it prose. The others are documents that just fill a
+    sequence, since one that is cut would ask for facts that are not there.
     """
-    plugins.load([str(NEEDLES)])
+    plugins.load(SOURCES_OF_MIX)
     tokenizer = Tokenizer.load(model)
     facts = DataConfig("needles", options.path or None, documents=1, length=4 * tokens)
     document = next(iter(SOURCES["needles"].open(facts, frozenset()).documents())).text
     length = round(0.95 * tokens * len(document) / len(tokenizer.encode(document)))
     path = options.path
     own = [
-        *(f"plugins=[{NEEDLES}]", f"init={trained}", f"seq_len={tokens}", f"max_steps={steps}"),
+        *(PLUGINS, f"init={trained}", f"seq_len={tokens}", f"max_steps={steps}"),
         *("batch_size=1", "accumulate=1", "data=mix", f"lr={LR if trained == model else LR / 2}"),
         # Compiling takes longer than it saves in so few steps; balanced: 13 GiB at 131,072 tokens
         *(["memory=balanced", "compile=false"] if options.device == "cuda" else ["lora.rank=16"]),
-        *([f"data.mix.text.path={path}"] if path else ["data.mix.text.source=embedded"]),
-        *([f"data.mix.facts.path={path}"] if path else []),
-        *(f"data.mix.text.documents={options.documents or 'null'}", "data.mix.facts.weight=2"),
+        *([f"data.mix.{name}.path={path}" for name in ("text", "facts")] if path else []),
+        *("data.mix.text.weight=1", "data.mix.facts.weight=4", "data.mix.prose.source=docstrings"),
         *("data.mix.facts.source=needles", f"data.mix.facts.documents={-(-2 * steps // 3)}"),
         *(f"data.mix.facts.length={length}", "data.mix.facts.val_fraction=0"),
-        *(f"data.val_fraction={VAL_FRACTION}", f"val_every={steps}", "val_rows=2"),
-        *("log_every=1", "workers=0", "tracker=none"),
+        *(f"data.val_fraction={VAL_FRACTION}", f"data.documents={options.documents or 'null'}"),
+        *(f"val_every={steps}", "val_rows=2", "log_every=1", "workers=0", "tracker=none"),
         *(f"device={options.device}", f"precision={options.precision}"),
     ]
     given = {override.partition("=")[0] for override in training}

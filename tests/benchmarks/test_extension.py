@@ -26,8 +26,9 @@ def test_a_model_reads_before_and_after(model, tmp_path, monkeypatch, capsys):
     assert [*json.loads((out / "result.json").read_text())["readings"]] == ["before"]
     with system.caught() as stop:  # no step waits for a signal after training
         assert main(words) == 0 and not stop.waits
-    del sys.modules[type(SOURCES["needles"]).__module__]
-    SOURCES.remove("needles")  # of examples/needles.py
+    for source in ("needles", "docstrings"):  # of examples/
+        del sys.modules[type(SOURCES[source]).__module__]
+        SOURCES.remove(source)
     readings = json.loads((out / "result.json").read_text())["readings"]
     assert [reading["context"] for reading in readings.values()] == [512, 1024, 1024]
     for reading in readings.values():

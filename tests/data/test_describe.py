@@ -8,8 +8,7 @@ from tests.processes import ROOT
 
 
 def test_a_mix_is_printed(corpus, tmp_path, capsys):
-    recall = {"path": corpus, "documents": 4}
-    overrides = [f"data.mix.recall.{key}={value}" for key, value in recall.items()]
+    overrides = [f"data.mix.recall.path={corpus}", "data.mix.recall.documents=4"]
     overrides += ["data=mix", f"data.mix.long.path={corpus}", "data.mix.long.weight=3"]
     overrides += ["data.vocab_size=400", f"data.cache={tmp_path / 'c'}", "seq_len=64"]
     assert main(["data", *overrides]) == 0

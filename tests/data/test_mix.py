@@ -42,6 +42,10 @@ def test_a_mix_is_its_sources_in_order(config):
     assert summary["mix"]["long"]["weight"] == 3
     assert 0 < summary["train_efficiency"] <= 1
     assert next(iter(data.order(1, 0, 1, 0))) in range(len(data.train))
+    # The fingerprint covers sources and weights
+    assert load(config, 32).fingerprint == data.fingerprint
+    other = config.mix | {"long": config.mix["long"] | {"weight": 4}}
+    assert load(replace(config, mix=other), 64).fingerprint != data.fingerprint
 
 
 def test_validation_is_trained_on_in_no_source(text_config, tmp_path, needles):
@@ -64,13 +68,6 @@ def test_validation_is_trained_on_in_no_source(text_config, tmp_path, needles):
     for texts, are_there in ((train, True), (val, False)):
         lines = {line for text in texts.values() for line in text.split("\n")}
         assert any(line in generated for line in lines) == are_there
-
-
-def test_fingerprint_covers_sources_and_weights(config):
-    first = load(config, 64)
-    assert load(config, 32).fingerprint == first.fingerprint
-    other = config.mix | {"long": config.mix["long"] | {"weight": 4}}
-    assert load(replace(config, mix=other), 64).fingerprint != first.fingerprint
 
 
 def test_cut_prompts_fill_no_more_than_a_sequence(text_config, folder):

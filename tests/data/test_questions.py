@@ -4,6 +4,7 @@ import json
 import random
 import re
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from longctx.data import load
 from longctx.data.sources.registry import open_corpus
 from longctx.evaluation.load import of_source
-from tests.data.conftest import prose
+from tests.data.conftest import check_refused, example, prose
 
 NEEDLE = re.compile(r"special magic numbers for (\S+) is: (\d+)\.")
 VARIABLE = re.compile(r"VAR (\w+) = (?:VAR )?(\w+)")
@@ -91,6 +92,23 @@ def test_a_document_and_its_questions_are_on_one_side(config, corpus):
         for split in ("train", "val")
     }
     assert not sides["train"] & sides["val"] and min(map(len, sides.values())) > 2
+
+
+def test_docstrings_are_on_the_side_of_their_file(text_config, tmp_path):
+    for n in range(40):
+        (tmp_path / f"{n}.py").write_text(
+            f'"""File."""\nif x:\n    class C:\n        r"""\\d {n}."""\n'
+        )
+    mix = {x: {"source": x, "path": f"{tmp_path}/*.py"} for x in ("docstrings", "text")}
+    with contextmanager(example)("docstrings"):
+        data = load(text_config(source="mix", path=None, mix=mix), 64)
+        (tmp_path / "9.py").write_text("x = (")
+        check_refused(text_config(**mix["docstrings"]), r"9\.py: no Python file")
+    train, val = ({x.name for x in data.documents(split)} for split in ("train", "val"))
+    files = [{name.partition("/")[2] for name in names} for names in (train, val)]
+    assert len(train | val) == 80 and not files[0] & files[1]
+    texts = [data.tokenizer.decode(x.ids[:-1]) for x in data.parts["docstrings"].documents("val")]
+    assert texts and all(re.fullmatch(r"File\.\n\n\\d \d+\.", text) for text in texts)
 
 
 def test_each_part_of_a_document_has_its_gain(config, tmp_path):

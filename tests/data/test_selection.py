@@ -75,6 +75,7 @@ def test_shortest_and_longest_are_left_out(text_config):
     assert "1 without text, 3 shorter than data.min_tokens" in data.summary()["left_out"]
     assert data.summary()["documents"] == len(kept)
     assert data.fingerprint != everything.fingerprint
+    check_refused(text_config(min_tokens=10**6), "23 are shorter than data.min_tokens=1,000,000")
 
 
 def names(data):
@@ -144,7 +145,3 @@ def test_a_wrong_range_is_one_line(text_config, lengths, message):
     check_refused(text_config(lengths=lengths), message)
     mix = {"a": {"source": "embedded", "lengths": lengths}}
     check_refused(text_config(source="mix", path=None, mix=mix), message)
-
-
-def test_no_document_left_is_refused(text_config):
-    check_refused(text_config(min_tokens=10**6), "23 are shorter than data.min_tokens=1,000,000")
