@@ -5,7 +5,6 @@ The models of `longctx.hf.families` compute in transformers what GPT computes he
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,6 @@ from longctx.runs.checkpoints import not_finite
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Piece
 
-# Tensors that are computed, not learned; old Llama files have them.
-BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-
 
 def check_weights(config: GPTConfig, folder: Path) -> dict[str, Stored]:
     """Return the place of each tensor of `folder`, if they make the model of its config.json and
@@ -45,10 +41,9 @@ def check_weights(config: GPTConfig, folder: Path) -> dict[str, Stored]:
             f"{source.vocab_size:,} tokens; use at least that, or null"
         )
 
-    # tensor by tensor; buffers are computed anew
+    # tensor by tensor
     stored = {family.named(name): x for name, x in text_tensors(folder).items()}
-    unused = {name for name in stored if not BUFFERS.fullmatch(name)}
-    unused = {name for name in unused if not family.leaves_out(name, source)}
+    unused = {name for name in stored if not family.leaves_out(name, source)}
     for piece in family.tensors_of(source, stored):
         name, shape = family.named(piece.theirs), piece.shape
         tensor = stored.get(name)

@@ -25,6 +25,7 @@ from longctx.attention.context_parallel import Context, Shards
 from longctx.attention.description import AttentionConfig
 from longctx.config.fields import refuse
 from longctx.config.layout_config import MemoryConfig
+from longctx.hf.families.config_json import TARGETS
 from longctx.hf.layer_memory import recompute
 from longctx.hf.transformers_config import TransformersConfig
 from longctx.model.decoder import Decoder
@@ -33,17 +34,7 @@ from longctx.model.packed import is_packed
 from longctx.spec.model_config import Multipliers
 from longctx.transformers import NAME, Documents, vouch
 
-# Names of linear layers in transformers → the target of LoRA that they belong to
-TARGETS = {
-    "qkv": (
-        *("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn"),
-        *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
-    ),
-    "out": ("o_proj", "out_proj", "dense"),
-    "gate_up": ("gate_proj", "up_proj", "gate_up_proj", "fc1", "dense_h_to_4h", "c_fc"),
-    "down": ("down_proj", "fc2", "dense_4h_to_h"),
-}
-TARGET_OF = {leaf: target for target, leaves in TARGETS.items() for leaf in leaves}
+TARGET_OF = {leaf: target for target, leaves in TARGETS.items() for leaf in leaves.split()}
 # Keys of a config.json that choose code: of the folder, of others, or another attention than ours
 OF_CODE = {"auto_map", "trust_remote_code", "custom_pipelines", "attn_implementation"}
 OF_CODE |= {"experts_implementation", "dtype", "torch_dtype"}

@@ -48,16 +48,13 @@ class Experts(nn.Module):
 
     def __init__(self, part: experts.ExpertsSpec) -> None:
         super().__init__()
-        keys = part.keys
-        self.per_token, self.normalize, self.clamp = keys.per_token, keys.normalize, keys.clamp
-        self.scale, self.is_balanced = keys.scale, keys.balance > 0
+        self.keys = keys = part.keys
         self.router, self.gate_up, self.down, *others = linears(part)
         self.gate_up.experts = self.down.experts = part.count
         # Added to scores for the choice alone: loaded, it stays as it is
         added = {"weight": nn.Parameter(torch.zeros(part.count), requires_grad=False)}
         self.exact = ("correction",) if keys.router == "sigmoid_bias" else ()
         self.correction = nn.ParameterDict(added) if self.exact else None
-        self.groups, self.top_groups = keys.groups, keys.top_groups
         self.shared = MLP(part.dense) if keys.shared else None
         self.shared_gate = others[-1] if keys.shared_gate else None
 
@@ -88,13 +85,13 @@ class Experts(nn.Module):
         layers = self.gate_up.weight, self.gate_up.bias, *up_lora
         layers += self.down.weight, self.down.bias, *down_lora
         routing, scales = (expert, order, ends), (up_scale, down_scale)
-        y = _Experts.apply(tokens, weights, *routing, scales, self.clamp, needs_value, *layers)
+        y = _Experts.apply(tokens, weights, *routing, scales, self.keys.clamp, needs_value, *layers)
         return y.view(shape)
 
     def chosen(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights of each token's experts, and the experts, of its logits (N, E)."""
         # In fp32, as in transformers; the logits have the dtype of the product.
-        wide = torch.promote_types(logits.dtype, torch.float32)
+        keys, wide = self.keys, torch.promote_types(logits.dtype, torch.float32)
         if self.correction is None:
             total, chances = None, logits.softmax(-1, dtype=wide)
             ranking = chances.detach()
@@ -102,24 +99,24 @@ class Experts(nn.Module):
             scores = logits.to(wide).sigmoid()
             total = scores.sum(-1, keepdim=True)
             chances, ranking = scores / total, scores.detach() + self.correction["weight"]
-        if self.groups > 1:
-            # Only experts of the groups with the largest sums of two scores
-            groups = ranking.unflatten(1, (self.groups, -1))
-            best = groups.topk(2).values.sum(-1).topk(self.top_groups).indices
+        if keys.groups > 1:
+            # Only experts of the groups with the largest sums of their best scores
+            groups = ranking.unflatten(1, (keys.groups, -1))
+            best = groups.topk(keys.group_scores).values.sum(-1).topk(keys.top_groups).indices
             others = torch.ones_like(groups[..., 0]).scatter_(1, best, 0).bool()
             ranking = groups.masked_fill(others[..., None], -torch.inf).flatten(1)
-        balance = running() if self.is_balanced else None
+        balance = running() if keys.balance else None
         if balance is not None and chances.requires_grad:
             chances.register_hook(balance.with_own_gradient)
-        experts = ranking.topk(self.per_token).indices
+        experts = ranking.topk(keys.per_token).indices
         weights = chances.gather(1, experts)
         if balance is not None:
             balance.count(chances, experts)
-        if self.normalize:
+        if keys.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         elif total is not None:
             weights = weights * total
-        return weights if self.scale == 1 else weights * self.scale, experts
+        return weights if keys.scale == 1 else weights * keys.scale, experts
 
 
 def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:

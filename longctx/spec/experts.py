@@ -36,6 +36,7 @@ class ExpertsConfig(Group):
     dense_layers: list[int] = key([], between=(0, 4095), needs="count")
     groups: int = positive(1, "of experts, in a row", limit=4096, needs="count")
     top_groups: int = positive(1, "whose experts a token can have", limit=4096, needs="count")
+    group_scores: int = positive(2, "best ones whose sum ranks a group", limit=4096, needs="count")
     router: str = key("softmax", choices=("softmax", "sigmoid_bias"), needs="count")
     shared: int = key(0, between=(0, 4096), needs="count")
     shared_gate: bool = key(False, "shared sum times σ(w·input), as in Qwen3-Next", needs="shared")

@@ -242,12 +242,12 @@ class GPTConfig(mixers.MixerKeys):
             given = f"model.head_dim={self.head_size} model.rotary_share={self.rotary_share}"
             channels = f"a head has {self.head_size} channels and {rotated} of them rotate"
             yield f"{given}: {channels}; both must be even numbers of at least 2"
-        groups, best, count = experts.groups, experts.top_groups, experts.count or 0
-        allowed = count // groups * best if best <= groups else 0
-        if count and (experts.per_token > allowed or count % groups or count < 2 * groups):
-            given = f"model.experts.per_token={experts.per_token} model.experts.groups={groups}"
-            given += f" model.experts.top_groups={best}"
-            yield f"{given}: at most {allowed} of {count}; top_groups of equal groups of 2 or more"
+        count, groups, best = experts.count or 0, experts.groups, experts.top_groups
+        least, allowed = experts.group_scores, count // groups * best if best <= groups else 0
+        if count and (experts.per_token > allowed or count % groups or count < least * groups):
+            names = "per_token", "groups", "top_groups", "group_scores"
+            given = " ".join(f"model.experts.{x}={getattr(experts, x)}" for x in names)
+            yield f"{given}: at most {allowed} of {count}; equal groups of at least group_scores"
         if experts.count is not None and (self.channels % 8 or self.expert_ffn % 8):
             sizes = f"model.channels={self.channels} model.experts.ffn={self.expert_ffn}"
             yield f"{sizes}: the grouped products of experts take multiples of 8"

@@ -144,7 +144,7 @@ def routed(x: Tensor, of: dict[str, Tensor], c: ExpertsConfig) -> Tensor:
     p = z.softmax(-1) if c.router == "softmax" else z.sigmoid()
     scores = p + of.get("mlp.correction.weight", 0)
     groups = scores.unflatten(-1, (c.groups, -1))
-    sums = groups.topk(2).values.sum(-1, keepdim=True)
+    sums = groups.topk(c.group_scores).values.sum(-1, keepdim=True)
     left = sums < sums.topk(min(c.groups, c.top_groups), 1).values[:, -1:]
     scores = groups.masked_fill(left, -torch.inf).flatten(1)
     w = p.masked_fill(scores < scores.topk(c.per_token).values[:, -1:], 0)

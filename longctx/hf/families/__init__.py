@@ -16,9 +16,10 @@ from typing import Any
 from longctx import files, untrusted
 from longctx.config.fields import refuse
 from longctx.hf.families.config_json import TABLES, ConfigJson
-from longctx.hf.families.family import FAMILIES, PARTS, Family, register
+from longctx.hf.families.family import PARTS, Family
 from longctx.spec.model_config import GPTConfig
 
+FAMILIES: dict[str, Family] = {}
 for _name, _table in TABLES.items():
     for _part in (*_table.pop("like", ()), "every"):
         # Lists and tables add up
@@ -26,7 +27,7 @@ for _name, _table in TABLES.items():
             _own = _table.get(_key, type(_value)())
             _table[_key] = _value | _own if isinstance(_value, dict) else _value + _own
     _code = resolve_name(f"{__name__}.{_table.get('code', Family.code)}")
-    register(_code(_name, **_table))
+    FAMILIES[_name] = _code(_name, **_table)
 
 # A model without a source is written as the first of these that reads back equal
 NEW = ["llama", "mistral", "ministral", "qwen2", "qwen3", "olmo2", "mixtral", "qwen3_moe"]

@@ -20,6 +20,8 @@ TABLES = tomllib.loads((Path(__file__).parent / "families.toml").read_text(encod
 WRAPPERS: dict[str, str] = TABLES.pop("wrappers")
 PREFIXES: dict[str, str] = TABLES.pop("prefixes")
 OLDER: dict[str, str] = TABLES.pop("older_kinds")
+TARGETS: dict[str, str] = TABLES.pop("targets")
+QWEN2_SPLIT: str = TABLES.pop("qwen2_split")
 # Keys that change the computation → the values for GPT. A missing key has the first one. A family
 # may read a key itself, and other values with it.
 COVERED: dict[str, tuple[Any, ...]] = {key: tuple(x) for key, x in TABLES.pop("covered").items()}
@@ -72,7 +74,7 @@ class ConfigJson(dict[str, Any]):
         kinds = self.get(key)
         if kinds is None:
             return None
-        if len(kinds) != layers:
+        if not isinstance(kinds, list) or len(kinds) != layers:
             raise self.error(f"{key}={_short(kinds)} must be a list of {layers}, one a layer")
         kinds = [OLDER.get(kind, kind) for kind in kinds]
         for n, kind in enumerate(kinds):

@@ -54,6 +54,7 @@ class Family:
     thetas: base of the rotary frequencies in full layers, and in those with a window.
     dense: keys of config.json: the number of layers without experts, which are the first, or
         "dense" for each. The first key counts that is there; by default it is one layer.
+    computed: ends of names of tensors that older files have, which are made anew.
     further: what its folders have to predict further tokens, and is left out: "mtp", tensors of
         that name, or "layers" behind the last one.
     keys: other keys of config.json that it reads.
@@ -87,6 +88,7 @@ class Family:
     full_nope: str = ""
     thetas: Sequence[float] = ()
     dense: Sequence[str] = ()
+    computed: Sequence[str] = ()
     further: str = ""
     keys: Sequence[str] = ()
     harmless: Sequence[str] = ()
@@ -122,7 +124,8 @@ class Family:
         """Return True for a tensor of its folders that is not of `config`, and changes nothing."""
         layer = tensor.removeprefix("model.layers.").partition(".")[0]
         is_behind = layer.isdecimal() and int(layer) >= config.layers
-        return is_behind if self.further == "layers" else layer == self.further
+        is_further = is_behind if self.further == "layers" else layer == self.further
+        return is_further or tensor.endswith(tuple(self.computed))
 
     def named(self, tensor: str) -> str:
         """Return transformers' name of a tensor, of any that folders have for it."""
@@ -240,11 +243,10 @@ class Family:
                 raise source.error(f"{name}={width} must be a multiple of {divisor}={one}")
             values["experts.shared"] = width // one
         if self.dense:
-            given = [key for key in self.dense if source.get(key) is not None]
-            number = source[given[0]] if given else 1
-            kinds = ["dense"] * min(number, layers) if isinstance(number, int) else None
-            kinds = source.kinds(given[0], layers, "dense", "sparse") if kinds is None else kinds
-            values["experts.dense_layers"] = [n for n, x in enumerate(kinds or ()) if x == "dense"]
+            key = next((key for key in self.dense if source.get(key) is not None), "")
+            kinds = source.kinds(key, layers, "dense", "sparse") if key.endswith("types") else None
+            kinds = kinds or ["dense"] * min(source[key] if key else 1, layers)
+            values["experts.dense_layers"] = [n for n, x in enumerate(kinds) if x == "dense"]
 
         # Keys such as experts.count are those of a group
         config = GPTConfig()
@@ -317,15 +319,6 @@ class Family:
         scaling = dict(config.rope_scaling) or {"rope_type": "default"}
         older = scaling if config.rope_scaling else None
         return {"rope_parameters": scaling | base, **base, "rope_scaling": older}
-
-
-FAMILIES: dict[str, Family] = {}
-
-
-def register(family: Family) -> None:
-    """Make a family known by its model_type."""
-    assert family.model_type not in FAMILIES
-    FAMILIES[family.model_type] = family
 
 
 class TwoRopes(Family):

@@ -13,7 +13,7 @@ from typing import Any
 
 from longctx import untrusted
 from longctx.config.rope_config import KEYS, ORIGINAL
-from longctx.hf.families.config_json import ConfigJson
+from longctx.hf.families.config_json import QWEN2_SPLIT, ConfigJson
 from longctx.hf.families.family import Family
 from longctx.hf.families.folds import Interleaved
 from longctx.spec.model_config import GPTConfig
@@ -30,8 +30,7 @@ class SmolLM3(Family):
         """Return the layers without rotation: 0 in no_rope_layers, by default every fourth."""
         flags = source.get("no_rope_layers")
         if flags is None:
-            name = "no_rope_layer_interval"
-            every = source.with_keys(**{name: 4} | source).size(name)
+            every = source.size("no_rope_layer_interval")
             return list(range(every - 1, layers, every))
         return [n for n in range(layers) if not flags[n]]
 
@@ -69,19 +68,14 @@ class Ministral3(Family):
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         return {"query_growth": [source.number(BETA), float(source.size(ORIGINAL))]}
 
-    def write_rope(self, config: GPTConfig) -> dict[str, Any]:
+    def beside(self, config: GPTConfig) -> dict[str, Any]:
+        """Return what stands among the rope_parameters besides RoPE's."""
         beta, tokens = config.query_growth
-        growth = {BETA: beta, ORIGINAL: int(tokens)}
-        keys = super().write_rope(config)
-        return {key: x | growth if isinstance(x, dict) else x for key, x in keys.items()}
+        return {BETA: beta, ORIGINAL: int(tokens)}
 
-
-# How Qwen2 splits text, after NFC. transformers 5 opens every qwen2 model so, whatever its
-# tokenizer.json says.
-QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-    r"\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+    def write_rope(self, config: GPTConfig) -> dict[str, Any]:
+        keys, more = super().write_rope(config), self.beside(config)
+        return {key: x | more if isinstance(x, dict) else x for key, x in keys.items()}
 
 
 class UpperWindows(Family):
@@ -117,7 +111,7 @@ class Paired(Family):
 
 
 class GptNeox(Family):
-    """One tensor has q, k and v of each head side by side. Older files have masks and buffers."""
+    """One tensor has q, k and v of each head side by side."""
 
     def read(self, source: ConfigJson) -> GPTConfig:
         size = source.size("hidden_size") // source.size("num_attention_heads")
@@ -128,9 +122,6 @@ class GptNeox(Family):
 
     def shares(self, config: GPTConfig) -> dict[str, Sequence[int]]:
         return {"attention.query_key_value": (config.head_size,) * 3}
-
-    def leaves_out(self, tensor: str, config: GPTConfig) -> bool:
-        return tensor.endswith((".attention.bias", ".masked_bias", ".rotary_emb.inv_freq"))
 
     def write_rope(self, config: GPTConfig) -> dict[str, Any]:
         rope = super().write_rope(config)
@@ -172,8 +163,7 @@ class GptOss(BalancedExperts):
     """Its folders may be in MXFP4."""
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        quantized = source.get("quantization_config") or {"quant_method": "mxfp4"}
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        method = (source.get("quantization_config") or {}).get("quant_method", "mxfp4")
         source.refuse_unless("quantization_config.quant_method", method, ("mxfp4",))
         return {}
 

@@ -16,12 +16,13 @@ from typing import Any
 
 from longctx.hf.families.config_json import ConfigJson
 from longctx.hf.families.family import FULL, PARTS, Family
-from longctx.hf.families.features import BalancedExperts, Qwen3Moe
+from longctx.hf.families.features import BalancedExperts, Ministral3, Qwen3Moe
 from longctx.hf.families.folds import Interleaved, OfHeads
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Piece
 
 RECURRENT = "linear_attention"
+SHARE = "partial_rotary_factor"
 
 
 class HybridFamily(Family):
@@ -176,6 +177,33 @@ class Latent(Family):
             if first := firsts.get(piece.theirs.split(".")[-2]):
                 piece = piece._replace(fold=Interleaved(first + rotary, rotary, first))
             yield piece
+
+
+class DeepseekV2(Latent):
+    """Experts are chosen among all, or those of some groups."""
+
+    def read(self, source: ConfigJson) -> GPTConfig:
+        if source.get("topk_method") in (None, "greedy"):
+            source = source.with_keys(n_group=1, topk_group=1)
+        return super().read(source)
+
+
+class Mistral4(Latent, Ministral3):
+    """Rotary channels are a share of all, which stands among the rope_parameters."""
+
+    def read(self, source: ConfigJson) -> GPTConfig:
+        source = source.with_keys(**self.defaults | source)
+        rotary = source.size("qk_rope_head_dim")
+        size, place = rotary + source.size("qk_nope_head_dim"), source.rope_key
+        rope = dict(source.get(place) or self.rope)
+        channels = int(size * rope.pop(SHARE, rotary / size))
+        source.refuse_unless(f"qk_head_dim · {place}.{SHARE}", channels, (rotary,))
+        source.refuse_unless("head_dim", source.get("head_dim"), (size, None))
+        return super().read(source.with_keys(**{place: rope, "head_dim": None}))
+
+    def beside(self, config: GPTConfig) -> dict[str, Any]:
+        channels = config.rotary_size + config.head_size
+        return super().beside(config) | {SHARE: config.rotary_size / channels}
 
 
 class KimiLinear(HybridFamily, Latent):

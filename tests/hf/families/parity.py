@@ -20,6 +20,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers.models import mistral4
 
 from longctx.attention import Mask
 from longctx.hf.export import export
@@ -29,6 +30,9 @@ from longctx.hf.model_folder import pretrained, read_config
 from longctx.model import GPT, lora
 from longctx.spec.model_config import LORA_TARGETS, GPTConfig, LoraConfig
 
+# transformers has it for images and text alone
+REGISTERED = mistral4.Mistral4Config, mistral4.Mistral4ForCausalLM
+AutoModelForCausalLM.register(*REGISTERED, exist_ok=True)
 TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text())
 SHARED: dict[str, Any] = TABLES.pop("shared")
 SIZES, COMMON, SPECIAL, ROPES = (SHARED[x] for x in ("sizes", "common", "special", "ropes"))

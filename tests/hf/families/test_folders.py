@@ -31,13 +31,6 @@ def read(folder: Path, content: dict[str, Any]) -> GPTConfig:
     return read_config(folder)
 
 
-@pytest.mark.parametrize("other", [{"factor": 2.0}, {"rope_theta": 300.0}])
-def test_ropes_of_windows_differ_in_their_base_alone(other, tmp_path):
-    ropes = {"rope_parameters": {FULL: YARN, WINDOWED: YARN | other}, "sliding_window": 9}
-    with pytest.raises(ValueError, match=r"rope_parameters\.sliding_attention="):
-        read(tmp_path, SMALL | {"model_type": "olmo3", **ropes})
-
-
 @pytest.mark.parametrize(
     ("layer_types", "window", "window_layers"),
     [([WINDOWED, FULL], 9, [0]), ([WINDOWED] * 2, 9, None), ([FULL] * 2, None, None)],
@@ -124,9 +117,6 @@ def test_mxfp4_is_dequantized_as_in_transformers(tmp_path):
     file.write_text(json.dumps(content | {"quantization_config": {"quant_method": "mxfp4"}}))
     expected, found = (pretrained(tmp_path / x).state_dict() for x in ("plain", "packed"))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    file.write_text(json.dumps(content | {"quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(ValueError, match=r"quantization_config\.quant_method=fp8"):
-        pretrained(tmp_path / "packed")
 
 
 def test_experts_in_one_tensor_are_those_of_many(tmp_path):
@@ -165,7 +155,7 @@ def test_layers_that_predict_further_are_left_out(tmp_path):
         ("gpt_oss", ["qkv", "down"]),
         ("glm4_moe", ["gate_up"]),  # with a dense layer, and experts for every token
         ("granitemoeshared", ["qkv", "gate_up", "down"]),
-        ("deepseek_v3", ["qkv", "out", "gate_up", "down"]),
+        *((x, ["qkv", "out", "gate_up", "down"]) for x in ("deepseek_v3", "mistral4")),
         ("kimi_linear", ["out", "gate_up", "decay_in", "kv_up"]),
         *((kind, [*LORA_TARGETS]) for kind in ("gpt_neox", "starcoder2", "cohere2")),
     ],

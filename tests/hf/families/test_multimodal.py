@@ -19,6 +19,7 @@ from longctx.attention import Mask
 from longctx.hf.export import export
 from longctx.hf.model_folder import pretrained
 from tests.hf.families.parity import SIZES, SPECIAL, write_tokenizer
+from tests.hf.families.test_families import family_tests
 
 TEXT = {**SIZES, **SPECIAL, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 9}
 TEXT["num_hidden_layers"] = 3
@@ -37,6 +38,7 @@ def mistral3(**text: Any) -> Mistral3Config:
 
 GROWTH = {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16}
 ROPE = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, **GROWTH}
+MISTRAL4 = family_tests("mistral4")().config(0, tie_word_embeddings=False).to_dict()
 HYBRID = {key: x for key, x in TEXT.items() if key != "sliding_window"}
 HYBRID |= {"head_dim": 16, "linear_key_head_dim": 6, "linear_value_head_dim": 8}
 HYBRID |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "full_attention_interval": 2}
@@ -54,6 +56,7 @@ CONFIGS = {
     ),
     "mistral3": mistral3(model_type="mistral"),
     "ministral3": mistral3(model_type="ministral3", rope_parameters=ROPE),
+    "mistral4": mistral3(**MISTRAL4, sliding_window=None),
     "qwen3_5": Qwen3_5Config(text_config=HYBRID, **SEEN),
     "qwen3_5_moe": Qwen3_5MoeConfig(text_config=HYBRID | EXPERTS, **SEEN),
 }
