@@ -209,7 +209,7 @@ class TrainConfig(Group):
         if self.context.degree == 1 and self.context.method != "auto":
             yield f"context.method={self.context.method}: does nothing with context=1; give both"
         if self.max_steps and (self.warmup_steps or 0) > self.max_steps:
-            yield f"warmup_steps={self.warmup_steps}: of {self.max_steps:,} steps; give fewer"
+            yield f"warmup_steps={self.warmup_steps}: above max_steps={self.max_steps}; give fewer"
         if self.lora.rank is not None and self.init is None:
             yield f"lora.rank={self.lora.rank}: adds to trained weights; give init="
 

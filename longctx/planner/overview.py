@@ -126,9 +126,9 @@ def answer(step: Workload, chip: Chip, host: float, steps: int, price: float | N
     if time is None:
         return line
     hours = time.total * steps / 3600
-    length = f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"
-    cost = "" if price is None else f" and cost {hours * step.devices * price:,.2f}"
-    return f"{line}, {time.tokens / time.total:,.0f} tokens/s\n{steps:,} steps take {length}{cost}"
+    length = f"{hours:,.1f} hours" if hours >= 1 else count_of(round(60 * hours), "minute")
+    length += "" if price is None else f", cost {hours * step.devices * price:,.2f}"
+    return f"{line}, {time.tokens / time.total:,.0f} tokens/s\n{count_of(steps, 'step')}: {length}"
 
 
 def longest_step(steps: Sequence[Workload], chip: Chip, host: float) -> Workload | None:

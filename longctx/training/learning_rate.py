@@ -64,19 +64,17 @@ class Schedule(NamedTuple):
         """
         # The keys of a resumed run are of more steps, if it has fewer now
         if config.resume is None and self.max_steps < (config.warmup_steps or 0):
-            why = f"the run has {self.max_steps:,} steps, so the rate would never reach lr"
-            raise ValueError(
-                f"warmup_steps={config.warmup_steps}: {why}; give fewer, or more max_steps"
-            )
+            why = f"max_steps={self.max_steps} would end below lr; give fewer,"
+            raise ValueError(f"warmup_steps={config.warmup_steps}: {why} or give more steps")
         start = self.keys.get("lr_decay_from")
         if start is not None and not self.warmup_steps <= start < self.max_steps:
             raise ValueError(
                 f"lr_decay_from={start}: the rate is at its peak from step {self.warmup_steps:,} "
-                f"on, and the run has {self.max_steps:,} steps; give a number between"
+                f"on, and max_steps={self.max_steps}; give a number between"
             )
         stages = config.seq_len_schedule or []
         if sum(steps for _, steps in stages) >= self.max_steps:
-            why = f"takes all {self.max_steps:,} steps; leave some for seq_len"
+            why = f"takes all of max_steps={self.max_steps}; leave some for seq_len"
             raise ValueError(f"seq_len_schedule={stages}: {why}")
 
     def change(self, before: Schedule, steps_done: int, setting: str) -> str:

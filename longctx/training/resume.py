@@ -48,7 +48,7 @@ def continued(run: Run) -> Run:
             f"resume={folder}: the run has ended after {validations} validations without a lower"
         )
         done = (
-            f"resume={folder}: the run has done its {steps_done:,} steps; to go on, give a larger"
+            f"resume={folder}: the run is done after step {steps_done:,}; to go on, give a larger"
         )
         patience = f"{ended} loss; to go on, give a larger patience=, or patience=null"
         refuse((is_over, patience), (steps_done >= run.max_steps, f"{done} max_steps="))

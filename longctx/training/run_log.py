@@ -224,7 +224,7 @@ def opening(run: Run, machine: Machine) -> list[str]:
     base = f" in {workload.lora.base}" if workload.lora.base else ""
     # Documents without text are counted: many of them hint at a wrong column
     left_out, documents = counts["left_out"], count_of(counts["documents"], "document")
-    stages = [f"{steps:,} steps at {length:,}" for length, steps in config.seq_len_schedule or []]
+    stages = [f"{count_of(n, 'step')} at {length:,}" for length, n in config.seq_len_schedule or []]
     # CUDA graphs are explained only if the GPU would have gained by them
     explains = workload.graphs == "auto" and workload.is_host_bound and workload.not_captured
     shortened, cut = counts["conversations_shortened"], counts["prompts_cut"]
@@ -269,7 +269,7 @@ def opening(run: Run, machine: Machine) -> list[str]:
         else "nothing: no document is left for it",
         "step": step_of(workload),
         "length": listed(
-            f"{run.max_steps:,} steps",
+            count_of(run.max_steps, "step"),
             f"{run.max_steps * workload.tokens_per_step:,} tokens",
             stages and f"first {listed(*stages)} tokens per sequence",
         ),

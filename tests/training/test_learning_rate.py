@@ -70,7 +70,7 @@ def test_a_decay_within_the_run_and_after_its_warm_up(start):
 
 
 def test_a_warm_up_of_a_new_run_ends_within_it():
-    with pytest.raises(ValueError, match="warmup_steps=100: the run has 10 steps"):
+    with pytest.raises(ValueError, match="warmup_steps=100: max_steps=10 would end below lr"):
         check(warmup_steps=100, max_steps=10)
     check(warmup_steps=100, max_steps=10, resume="runs/longer")
 

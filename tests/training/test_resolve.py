@@ -315,7 +315,7 @@ def test_a_run_that_cannot_begin_leaves_no_folder(overrides, tmp_path, monkeypat
 def test_a_schedule_is_refused_before_data_is_read(overrides, monkeypatch, refused):
     monkeypatch.setattr(resolve, "load", None)
     wrong = {"max_steps": None, "max_tokens": 2560, "warmup_steps": 99}
-    refused(train.main(overrides(**wrong)), "warmup_steps=99: the run has 10 steps")
+    refused(train.main(overrides(**wrong)), "warmup_steps=99: max_steps=10 would end below lr")
 
 
 def test_a_dry_run_is_printed_and_leaves_no_folder(overrides, tmp_path, capsys):

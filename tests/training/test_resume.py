@@ -72,7 +72,7 @@ def test_a_resume_takes_no_more_gpu_memory(stored, overrides, tmp_path):
 
 
 def test_a_finished_run_goes_on_with_more_steps(two_steps, refused, capsys):
-    refused(train.main([f"resume={two_steps}"]), "has done its 2 steps")
+    refused(train.main([f"resume={two_steps}"]), "is done after step 2")
     assert train.main([f"resume={two_steps}", "max_steps=5"]) == 0
     assert "max_steps or lr_schedule has changed" in capsys.readouterr().out  # the rate jumps
     assert [row["step"] for row in steps(two_steps)] == [1, 2, 3, 4, 5]
@@ -114,7 +114,7 @@ def test_seq_len_schedule_resumes_exactly(trained, overrides, refused, capsys):
         check_resumes_exactly(folder, dropped=dropped)
     capsys.readouterr()
     code = train.main(overrides(**changes | {"max_steps": 4}))
-    refused(code, "takes all 4 steps; leave some for seq_len")
+    refused(code, "takes all of max_steps=4; leave some for seq_len")
 
 
 def test_resume_refuses_other_data_and_other_models(two_steps, refused, capsys, monkeypatch):
