@@ -173,7 +173,7 @@ class TrainConfig(Group):
         yield from self._problems_of_objective()
         # Else the model is known when init is read
         if self.init is None:
-            yield from self._problems_of_experts(self.model)
+            yield from self._problems_of_layers(self.model)
         # With one a launcher may have started more
         if self.devices > 1:
             self.context.check_degree(self.devices)
@@ -273,14 +273,16 @@ class TrainConfig(Group):
 
     def check_model(self, model: GPTConfig) -> None:
         """Raise ValueError for keys with which `model` cannot be trained."""
-        refuse_first(chain(self._problems_of_experts(model), self._problems_of_fp8(model)))
+        refuse_first(chain(self._problems_of_layers(model), self._problems_of_fp8(model)))
         self.lora.check_model(model)
         check_windows(model, self.attention.window)
 
-    def _problems_of_experts(self, model: GPTConfig) -> Iterator[str]:
-        """Yield a message for what the experts of `model` do not go with."""
+    def _problems_of_layers(self, model: GPTConfig) -> Iterator[str]:
+        """Yield a message for what the experts or mixers of `model` do not go with."""
         count, balance = model.experts.count, model.experts.balance
-        dense = model.experts.dense_layers
+        dense, variant = model.experts.dense_layers, self.attention.variant
+        if variant and not any(getattr(x.attention, "softmax_calls", 1) for x, _ in model.kinds):
+            yield f"{variant}: no layer has softmax attention; leave it out"
         if balance and count is None:
             yield f"model.experts.balance={balance}: the model has no experts of ours; leave it out"
         if balance and self.objective.traits.data is not None:

@@ -192,8 +192,9 @@ class Mixer(nn.Module):
 
     @property
     def decodes(self) -> bool:
-        """Return True if it has a `step`."""
-        return type(self).step is not Mixer.step
+        """Return True if it has a `step`, which knows softmax attention by its formula alone."""
+        is_formula = self.backend.variant is None or not self.softmax_calls
+        return type(self).step is not Mixer.step and is_formula
 
     if TYPE_CHECKING:  # its weights have the names of `weights`
 

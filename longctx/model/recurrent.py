@@ -95,9 +95,9 @@ class Recurrent(Mixer):
     def problem(cls, spec: MixerSpec) -> str | None:
         sizes = cls.sizes(spec)
         are_counts = all(type(number) is int and number > 0 for number in sizes)
-        if are_counts and sizes.value_heads % sizes.key_heads == 0 and max(sizes[2:]) <= 256:
-            return None
-        return f"{sizes}: value heads are a multiple of key heads, and sizes 256 at most"
+        fits = are_counts and sizes.value_heads % sizes.key_heads == 0 and max(sizes[2:]) <= 256
+        rule = "each from 1, value heads a multiple of key heads, sizes at most 256"
+        return None if fits else f"{sizes}: {rule}"
 
     @classmethod
     def refusal(cls, device: str) -> str | None:

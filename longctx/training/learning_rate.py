@@ -68,10 +68,8 @@ class Schedule(NamedTuple):
             raise ValueError(f"warmup_steps={config.warmup_steps}: {why} or give more steps")
         start = self.keys.get("lr_decay_from")
         if start is not None and not self.warmup_steps <= start < self.max_steps:
-            raise ValueError(
-                f"lr_decay_from={start}: the rate is at its peak from step {self.warmup_steps:,} "
-                f"on, and max_steps={self.max_steps}; give a number between"
-            )
+            ends = f"warmup_steps={self.warmup_steps} to below max_steps={self.max_steps}"
+            raise ValueError(f"lr_decay_from={start}: give a number from {ends}")
         stages = config.seq_len_schedule or []
         if sum(steps for _, steps in stages) >= self.max_steps:
             why = f"takes all of max_steps={self.max_steps}; leave some for seq_len"

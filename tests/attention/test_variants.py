@@ -183,24 +183,27 @@ def test_a_name_belongs_to_one_file(tmp_path):
         attention(*tensors()[:3], backend="naive", score="nothing")
 
 
-def small(backend: AttentionConfig | str) -> GPT:
+def small(backend: AttentionConfig | str, mixer: str = "softmax") -> GPT:
     torch.manual_seed(0)
     sizes = {"layers": 2, "channels": 48, "heads": 6, "kv_heads": 2, "ffn": 80, "vocab_size": 71}
-    config = GPTConfig(**sizes, init_std=0.3, window=5, window_layers=[1], nope_layers=[0, 1])
+    layers = {"window": 5, "window_layers": [1], "nope_layers": [0, 1], "mixer": [mixer]}
+    config = GPTConfig(**sizes, **layers, init_std=0.3)
     return GPT(config, backend).eval().requires_grad_(False)
 
 
 BACKENDS = [ALIBI, AttentionConfig("naive", {"score": "both"}), "dilated", "whole", "naive", "sdpa"]
 
 
+@pytest.mark.parametrize("mixer", ["softmax", "mla"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_steps_are_the_whole_forward(backend, capsys):
-    model = small(backend)
+def test_steps_are_the_whole_forward(backend, mixer):
+    model, is_formula = small(backend, mixer), backend in ("naive", "sdpa")
     texts = torch.randint(71, (2, 13), generator=torch.Generator().manual_seed(1))
-    check_decoding(Decoder(model, 2, 13), texts, (7, 4), 5)
-    assert ("computes its text again" in capsys.readouterr().err) == (backend == "whole")
-    differs = (small("naive")(texts) - model(texts)).abs().max() > 0.1
-    assert differs == (backend not in ("naive", "sdpa"))
+    check_decoding(decoder := Decoder(model, 2, 13), texts, (7, 4), 5)
+    # The cached latents of mla have the formula alone
+    assert decoder.decodes == (backend != "whole" if mixer == "softmax" else is_formula)
+    differs = (small("naive", mixer)(texts) - model(texts)).abs().max() > 0.1
+    assert differs != is_formula
 
 
 def test_a_backend_that_only_says_it_is_exact_is_refused():
@@ -235,6 +238,8 @@ def test_every_way_in_takes_the_scores_of_the_run(tmp_path, refused, capsys):
     refused(cli.main([*generate, plugin, "attention=flash"]), trained)
     refused(cli.main(["eval", *words, "attention=sdpa"]), trained)
     refused(cli.main(["export", str(a_run), "out", plugin]), trained)
+    no_softmax = ["train", *chosen, *WORDS, "model.mixer=[gdn]"]
+    refused(cli.main(no_softmax), "score=alibi: no layer has softmax attention; leave it out")
     refused(cli.main([*generate, plugin, "attention=flex"]), "on a CPU; use attention=naive")
     assert cli.main([*generate, plugin, "attention=naive", "max_new_tokens=2"]) == 0
     capsys.readouterr()

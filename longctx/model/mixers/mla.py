@@ -121,8 +121,7 @@ class LatentAttention(Mixer):
         return torch.einsum("bthc,hvc->bthv", summed, V)
 
     def naive(self, *tensors: Any) -> Tensor:
-        queries, _, _, latents, batch = tensors
-        return self.absorbed(queries, latents[:, :, 0], batch.seen)
+        return self.absorbed(tensors[0], tensors[3][:, :, 0], tensors[4].seen)
 
     def prefill(self, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         (*_, latents, batch), lengths = tensors, tensors[-1].offsets.diff()
