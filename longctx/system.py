@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -103,14 +104,13 @@ def caught() -> Iterator[StopSignal]:
             hook(unraisable)
 
     sys.unraisablehook = without_signals
-    ignored = [x for x in IGNORABLE if signal.getsignal(x) is signal.SIG_IGN]
-    numbers = [x for x in SIGNALS if x not in ignored]
-    before = [signal.signal(number, _current.on_signal) for number in numbers]
+    taken = set(SIGNALS) - {x for x in IGNORABLE if signal.getsignal(x) is signal.SIG_IGN}
+    before = {number: signal.signal(number, _current.on_signal) for number in taken}
     try:
         yield _current
     finally:
         _current, sys.unraisablehook = None, hook
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 
@@ -148,10 +148,14 @@ def let_segments_grow() -> None:
 
 
 def catch_first() -> None:
-    """Give signals their exit code before the command line is even imported."""
+    """Give signals their exit code, and find the packages, before the command line is imported."""
     for number in SIGNALS:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, exit_at_once)
+    if not all(map(find_spec, ("torch", "yaml", "huggingface_hub"))):
+        remedy = "`make train` sets .venv up, and `source .venv/bin/activate` enters it"
+        print(f"error: {sys.executable} lacks packages of longctx; {remedy}", file=sys.stderr)
+        sys.exit(2)
 
 
 def exit_with(code: int) -> NoReturn:

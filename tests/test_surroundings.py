@@ -53,8 +53,6 @@ def test_a_run_in_its_surroundings(surroundings, workers, variables, message, tm
 
 # The image builds where Docker runs; elsewhere its instructions are read
 
-INSTRUCTIONS = {"FROM", "RUN", "WORKDIR", "ARG", "ENV", "COPY", "ENTRYPOINT", "CMD"}
-
 
 def instructions() -> list[tuple[str, str]]:
     """Return each instruction of the Dockerfile with its arguments."""
@@ -65,7 +63,6 @@ def instructions() -> list[tuple[str, str]]:
 
 def test_the_dockerfile_copies_and_calls_what_exists():
     found = instructions()
-    assert found[0][0] == "FROM" and {name for name, _ in found} <= INSTRUCTIONS
     copied = [shlex.split(arguments)[:-1] for name, arguments in found if name == "COPY"]
     sources = [source for command in copied for source in command]
     assert [source for source in sources if not (ROOT / source).exists()] == []

@@ -140,8 +140,7 @@ def help_text(argv: list[str]) -> str:
     if argv[0] not in COMMANDS:
         lines = [f"  longctx {name:<14}{summary_of(x.schema)}" for name, x in COMMANDS.items()]
         more = "Each takes key=value and --help. Also: --version, python -m benchmarks --help"
-        title = "Train GPTs on long documents, and see what runs show."
-        return "\n".join([title, "", *lines, "", more])
+        return "\n".join(["Train GPTs on long documents.", "", *lines, "", more])
     command = COMMANDS[argv[0]]
     # The lists below have the names that plugins register
     own = [argument for argument in argv if argument.startswith("plugins=")]

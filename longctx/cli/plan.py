@@ -67,8 +67,7 @@ def plan(request: Request[PlanOptions], training: list[str]) -> None:
             for name in BACKENDS
             if not DESCRIPTIONS[name].lacks(parts)
         }
-    *_, last = requests.values()
-    step = overview.each_layout(last, options.gpus_per_machine)[0]
+    step = overview.each_layout([*requests.values()][-1], options.gpus_per_machine)[0]
     with system.libraries() if not model.has_kernels else nullcontext():
         model.prove("cpu", "fp32", step.seq_len, config.data.packing)
         measured = model.measured(step, print)
@@ -106,8 +105,7 @@ def machine(options: PlanOptions, devices: int) -> tuple[Chip, float, str]:
     if options.gpu == "auto":
         gpu = there or hardware.chip(hardware.ASSUMED[0], hardware.ASSUMED[1] * GIB)
     elif gpu.flops is None:
-        known = ", ".join(hardware.cards())
-        raise ValueError(f"gpu={options.gpu}: not a known GPU; one of {known}")
+        raise ValueError(f"gpu={options.gpu}: unknown; one of {', '.join(hardware.cards())}")
     memory = gpu.memory if options.gpu_memory is None else options.gpu_memory * GIB
     gpu = replace(gpu, memory=memory, network=options.network / 8 * 1e9)
     if options.host_memory is not None:

@@ -77,8 +77,7 @@ def read_all(paths: Sequence[Path], price: float | None) -> tuple[list[RunRecord
     """
     fields.refuse_first(f"{path}: no such folder" for path in paths if not path.exists())
     unique = {x.resolve(): x for x in paths} | {x.resolve(): x for x in reversed(paths)}
-    runs: list[RunRecord] = []
-    problems = list[ValueError | OSError]()
+    runs, problems = list[RunRecord](), list[ValueError | OSError]()
     for path in unique.values():
         try:
             with opened(path):

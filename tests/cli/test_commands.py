@@ -82,6 +82,14 @@ def test_the_module_answers_from_any_folder_without_torch(tmp_path):
     assert process.stderr.startswith("error: none")
 
 
+@pytest.mark.parametrize("words", [["train.py"], ["eval.py"], ["-m", "longctx"]])
+def test_python_without_packages_says_how_to_get_them(words):
+    command = [sys.executable, "-S", *words]  # without site-packages
+    process = subprocess.run(command, cwd=ROOT, env={}, capture_output=True, text=True)
+    assert (process.returncode, process.stderr.count("\n")) == (2, 1)
+    assert process.stderr.startswith(f"error: {sys.executable} lacks packages of longctx; `make")
+
+
 def test_a_traceback_is_printed_if_asked_for(monkeypatch, capsys):
     monkeypatch.setenv("LONGCTX_TRACEBACK", "1")
     assert cli.main(["train", "seq_len=abc"]) == 2
