@@ -66,8 +66,7 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
     assign(values, {name: value for name, value in given.items() if name not in choices})
     request = filled(schema, values, given)
     if "data" in choices:
-        config = request.config
-        check_data(config.data_as_read if schema is TrainConfig else config.data)
+        check_data(request.config.data_as_read if schema is TrainConfig else request.config.data)
     return request._replace(choices=choices)
 
 
@@ -85,7 +84,8 @@ def from_file(path: Path, given: Mapping[str, Any]) -> Request[TrainConfig]:
     plugins.check_named(values.pop("plugins", None), given.get("plugins"), path)
     with untrusted.named(path):
         filled(TrainConfig, values, {})
-    values |= {x: {} if keys(TrainConfig)[x].is_group else None for x in replaced(given)}
+    dropped, known = replaced(given, values), keys(TrainConfig)
+    values |= {name: {} if known[name].is_group else None for name in dropped}
     assign(values, given)
     return filled(TrainConfig, values, given)
 
@@ -136,9 +136,8 @@ def jobs(arguments: Iterable[str]) -> list[list[str]]:
     for argument in arguments:
         name, equals, text = argument.partition("=")
         values = alternatives(declared_as(TrainConfig, name), text)
-        fields.refuse(
-            (values[1:] and "" in values, f"{argument}: a value between commas is missing")
-        )
+        problem = f"{argument}: a value between commas is missing"
+        fields.refuse((values[1:] and "" in values, problem))
         choices.append([f"{name}{equals}{value}" for value in values])
     return [list(job) for job in itertools.product(*choices)]
 
@@ -186,8 +185,7 @@ def given_values(schema: type, arguments: Iterable[str]) -> dict[str, Any]:
             raise ValueError(f"{name}={text}: {full}={shown(first)} is given too; leave one out")
     for name in positional(schema):
         if paths and name not in given:
-            is_list = known[name].is_list
-            given[name], paths = (paths, []) if is_list else (paths[0], paths[1:])
+            given[name], paths = (paths, []) if known[name].is_list else (paths[0], paths[1:])
     if paths:
         needed = " ".join(positional(schema)).upper()
         raise ValueError(f"{paths[0]}: one too many; give {needed}, and nothing else without =")
@@ -279,15 +277,15 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
     with untrusted.named(path):
         values = differing(schema, as_new_run(values) if path.name == "config.yaml" else values)
         full_names = full_keys(schema, values)
-    # A group, or a key with keys of its own as data.mix={...}, replaces all that is below it
-    without = set(given) | replaced(given)
     result, spelled = dict[str, Any](), dict[str, str]()
     for name, full in full_names.items():
         if spelled.setdefault(full, name) != name:
             raise ValueError(f"{path}: {name}: {spelled[full]} is given too; leave one out")
-        if full not in without and not any(full.startswith(f"{key}.") for key in without):
-            result[full] = values[name]
-    return result
+        result[full] = values[name]
+    # A group, or a key with keys of its own as data.mix={...}, replaces all that is below it
+    without = replaced(given, result) | (given.keys() - presets.GROUPS.keys())
+    prefixes = tuple(f"{name}." for name in without)
+    return {x: result[x] for x in result if x not in without and not x.startswith(prefixes)}
 
 
 def differing(schema: type, saved: dict[str, Any]) -> dict[str, Any]:
@@ -307,10 +305,12 @@ def differing(schema: type, saved: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if usual.get(name, ...) != value}
 
 
-def replaced(given: Mapping[str, Any]) -> set[str]:
-    """Return the keys and groups of a file that the command line replaces by the `given` keys."""
+def replaced(given: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
+    """Return the keys and groups of a file, with `saved`, that the `given` keys replace."""
     # Another preset replaces all values of the file's, and passkey=false those of its group
-    names = {group for group, key in presets.GROUPS.items() if key in given}
+    saved = run_folder.flat(dict(saved))
+    before, after = (presets.chosen(TrainConfig, x) for x in (saved, {**saved, **given}))
+    names = {group for group in after if after[group] != before[group]}
     names |= {name[:-8] for name in given if name.endswith(".enabled") and given[name] is False}
     return names | (LENGTHS if any(given.get(name) is not None for name in LENGTHS) else set())
 

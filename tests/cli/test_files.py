@@ -52,8 +52,10 @@ def test_the_command_line_wins_over_a_file(tmp_path):
     assert config.wandb.notes == "a: b, {c} [d]"
     assert config_of("model=tiny", str(file)).model.channels == 128
     # A value of a group leaves the file's others as they are
-    config = config_of(str(file), "data.packing=false", "model.tied=false")
-    assert (config.data.path, config.model.channels) == (["a b/c.txt", "it's,[odd].md"], 768)
+    for words in (["data.packing=false", "model.tied=false"], ["data=text", "model=124m"]):
+        config = config_of(str(file), *words)
+        assert (config.data.path, config.model.channels) == (["a b/c.txt", "it's,[odd].md"], 768)
+        assert config.model.window == 64
 
 
 @pytest.mark.parametrize("words", SAVED)
