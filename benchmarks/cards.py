@@ -2,33 +2,28 @@
 
     python -m benchmarks cards                  the page
     python -m benchmarks cards measure=true     this card, in five minutes: a file to send in
-    python -m benchmarks cards caps=24,48,80    real steps with no more memory than a card has
 
 Predictions are those of `longctx plan`: the longest sequence with which a step fits, by memory=auto
 and with 64, 128 and 256 GiB of host memory, and the speed of sequences of 16,384 tokens. No GPU is
 needed. A card's file has attention forward and backward next to torch's FlashAttention-2, and steps
-of `124m` with every backend that runs. Under a cap torch's allocator gets the memory of a card,
-less what CUDA itself takes: a step on packed documents and a batch of validation, as many at a time
-as fit.
+of `124m` with every backend that runs.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import subprocess
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks import attention
-from benchmarks.memory import CONTEXT, DOCUMENT, Room
 from benchmarks.points import Row, decided, expected, off, point, this_gpu, training_run
 from benchmarks.processes import ROOT, in_child
 from benchmarks.report import machine, table, write_json
@@ -76,7 +71,6 @@ PEERS += tuple(f"flash-attention-{version}" for version in (4, 3, 2))
 # Backends of steps, the ones that matter most first: time may run short
 ORDER = ("flash", "sdpa", "flash_attn", "flex", "naive")
 STATE = ("driver_version", "clocks.sm", "clocks.max.sm", "power.limit", "temperature.gpu")
-OF_CUDA = 0.8  # GiB of a card that torch's allocator never gets: context and libraries
 PAGE = ROOT / "docs" / "cards.md"
 RESULTS = ROOT / "results"
 
@@ -104,9 +98,16 @@ the settings begin with:
 CONFIRMED = """
 ## Tried under caps
 
-`python -m benchmarks cards caps=24,48,80`: real steps with no more memory from torch than the card
-has ({gpu}, torch {torch}, [caps.json](../results/caps.json)), at the lengths that were predicted
-then. Documents have 2,048 tokens: attention takes time by the document, memory by the sequence.
+`{command}`: real steps with no more memory from torch than the card has ({gpu}, torch {torch},
+[caps.json](../results/caps.json)), at the lengths above or wanted, rounded down to whole tiles.
+Documents have 2,048 tokens: attention takes time by the document, memory by the sequence. Fewer
+layers than the model's have its settings, and so much less of the card's memory as all of them are
+predicted to take more.
+"""
+RANDOM_TRIED = """
+And {count} models of 2 to 4 layers, with random parts, settings and a cap of 3 to 11 GiB, at the
+longest sequence predicted to fit: {fit} took two steps and a batch of validation. The prediction
+was off by {middle:.1%} in the middle, and by {worst:.1%} at most.
 """
 CAME_IN = """
 ## Measured cards
@@ -126,13 +127,10 @@ class Options(Group):
     """What to do; keys of train.py may follow and hold for the steps of measure=true."""
 
     measure: bool = key(False, "measure this card")
-    caps: tuple[int, ...] = key((), "try steps under the memory of cards of so many GB")
-    models: tuple[str, ...] = key(tuple(MODELS), "of caps", choices=MODELS)
     lengths: tuple[int, ...] = key((4096, 16384), "tokens of a sequence")
     tokens: int = key(16384, "of all sequences together, if they are shorter")
-    parallel: int = key(3, "processes at a time under caps, as far as they fit together")
     minutes: float = key(5.0, "for everything, about; steps not begun by then are left out")
-    out: str = key("", "the page, the folder of the card's file, or the file of caps")
+    out: str = key("", "the page, or the folder of the card's file")
 
 
 class Case(NamedTuple):
@@ -155,12 +153,8 @@ CASES += [Case("gpt-oss-20b", "LoRA"), Case("gpt-oss-20b", "LoRA on nf4")]
 def run(options: Options, command: str, overrides: list[str]) -> None:
     """Write the page, or what it is made of."""
     check_unused(overrides, TAKEN)
-    if unknown := [cap for cap in options.caps if cap not in CARDS]:
-        raise ValueError(f"caps={unknown[0]}: choose from {', '.join(map(str, CARDS))}")
     if options.measure:
         measure(options, command, overrides)
-    elif options.caps:
-        try_caps(options, command)
     else:
         out = Path(options.out or PAGE)
         files.write_text(out, page())
@@ -182,7 +176,8 @@ def page() -> str:
     ]
     caps = json.loads((RESULTS / "caps.json").read_text())
     parts = [HEAD, table(published()), LONGEST, table(longest), SPEED, table(speed)]
-    parts += [CONFIRMED.format(**caps), table(map(confirmed, caps["rows"]))]
+    parts += [CONFIRMED.format(**caps), table(confirmed(x) for x in caps["rows"] if "cap" in x)]
+    parts += [RANDOM_TRIED.format(**summary([x for x in caps["rows"] if "cap" not in x]))]
     came_in = sorted((RESULTS / "cards").glob("*.json"))
     cards = {path.name: json.loads(path.read_text()) for path in came_in}
     steps = (row for name, card in cards.items() for row in step_rows(name, card))
@@ -217,10 +212,14 @@ def of(gb: int) -> str:
 
 
 @cache
-def run_of(case: Case) -> Run:
-    """Return a run of `case` on any GPU, its policy open."""
+def run_of(case: Case, layers: int = 0) -> Run:
+    """Return a run of `case`, or its first `layers`, on any GPU, its policy open."""
     model, shape = [f"model.{pair}" for pair in MODELS[case.model].split()], SHAPES.get(case.model)
     preset = [] if shape else ["model=124m" if model else f"model={case.model}"]
+    if shape and layers:
+        shape = shape | {"num_hidden_layers": layers, "layer_types": shape["layer_types"][:layers]}
+    elif layers:
+        model = [*(x for x in model if not x.startswith("model.layers")), f"model.layers={layers}"]
     overrides = [*preset, *model, *WAYS[case.way], f"seq_len={LENGTH}", "workers=0"]
     return training_run(overrides, "cuda", shape)
 
@@ -257,14 +256,25 @@ def speed_of(step: Workload, chip: hardware.Chip) -> str:
 
 def confirmed(row: Row) -> Row:
     """Return a line of the table of steps under a cap."""
-    line = {"trained": Case(row["model"], row["way"]).name, "tokens": f"{row['tokens']:,}"}
-    return line | {
-        "card": of(row["cap"]),
-        "`memory=`": row["memory"],
+    model = run_of(Case(row["model"], row["way"])).workload.model
+    return {
+        "trained": Case(row["model"], row["way"]).name,
+        "layers": f"{row['layers'] or model.layers} of {model.layers}",
+        "card, host": f"{row['cap']} GB, {row['host']} GiB",
+        "tokens": f"{row['tokens']:,}",
+        "`memory=`": f"`{row['memory'].replace('memory.', '')}`",
+        "on the host, GiB": f"{row['host_gib']:.0f}",
         "predicted, GiB": f"{row['predicted_gib']:.2f}",
         "measured": row["failed"] or f"{row['measured_gib']:.2f}",
         "off": off(row["error"]),
     }
+
+
+def summary(rows: list[Row]) -> Row:
+    """Return how many of these steps fit, and how far off their predictions were."""
+    errors = sorted(abs(row["error"]) for row in rows if not row["failed"])
+    count = {"count": len(rows), "fit": len(errors)}
+    return count | {"middle": median(errors or [0.0]), "worst": max(errors, default=0.0)}
 
 
 def step_rows(name: str, card: Row) -> list[Row]:
@@ -352,53 +362,3 @@ def state() -> dict[str, str]:
     except (OSError, subprocess.CalledProcessError):  # AMD, or a CPU
         return {}
     return dict(zip(STATE, (value.strip() for value in answer.split(",")), strict=False))
-
-
-# Caps
-
-
-def try_caps(options: Options, command: str) -> None:
-    """Measure every point, print predicted and measured peaks, write the file after each."""
-    gpu = this_gpu()
-    if gpu is None:
-        raise ValueError("caps: measures a GPU's memory, and there is no CUDA GPU here")
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each process
-    rows: list[Row] = []
-    # By a child: torch would take memory of the GPU for this process
-    about = in_child(machine)
-    result: Row = {"command": command, **about, "options": asdict(options), "rows": rows}
-    path = Path(options.out or RESULTS / "caps.json")
-    end, room = time.monotonic() + 60 * options.minutes, Room(gpu.memory)
-
-    def measured(point_of_cap: tuple[Case, int, Workload]) -> Row | None:
-        case, cap, step = point_of_cap
-        gib = hardware.cards()[CARDS[cap]].memory / GIB - OF_CUDA
-        with room.reserved(gib * GIB + CONTEXT):
-            if time.monotonic() > end:
-                print(f"left out: {case.name} under {cap} GB; give more minutes=", flush=True)
-                return None
-            training = replace(run_of(case), workload=step, val_rows=1)
-            row = point(training, 0, 1, DOCUMENT, validate=True, gib=gib)
-        print(f"{case.name} under {cap} GB: {off(row['error']) or row['failed']}", flush=True)
-        return row | {"model": case.model, "way": case.way, "cap": cap, "cap_gib": gib}
-
-    with ThreadPoolExecutor(options.parallel) as threads:
-        for row in threads.map(measured, points(options)):
-            rows += [row] if row else []
-            write_json(path, result)
-    shown = ("model", "way", "cap", "tokens", "predicted_gib", "measured_gib", "off", "failed")
-    grid("Steps under caps", shown, [row | {"off": off(row["error"])} for row in rows])
-    print(f"wrote {path}")
-
-
-def points(options: Options) -> list[tuple[Case, int, Workload]]:
-    """Return case, cap and step of every point: an 8b model by LoRA, on nf4 under the smallest."""
-    found = []
-    # The models that take longest come first: time may run short
-    for case, cap in itertools.product(reversed(CASES), options.caps):
-        way = "LoRA on nf4" if cap <= 24 else "LoRA"
-        if case.model not in options.models or (case.model == "8b" and case.way != way):
-            continue
-        if (step := longest_step(run_of(case).workload, cap)) is not None:
-            found.append((case, cap, step))
-    return found

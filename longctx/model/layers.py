@@ -251,6 +251,7 @@ class Block(nn.Module):
         self.mlp_out_norm = optional(described.mlp_out_norm)
         self.branch_scale = described.branch_scale
         self.is_parallel, self.shares_norm = described.is_parallel, described.shares_norm
+        self.reads_normed = self.attention.reads_input or self.shares_norm
         # The gradient of a norm needs its input, so the MLP's value is computed for it.
         self.always_needs_value = described.mlp_out_norm is not None
 
@@ -276,9 +277,8 @@ class Block(nn.Module):
 
     def after(self, x: Tensor, out: Tensor, needs_value: bool = True, normed: Any = None) -> Tensor:
         """The block's output, from its input and attention's output (B, T, H, D)."""
-        # A gate, or an MLP with the same norm, needs the `normed` input, made again if it is
-        # missing: no recomputation saves it.
-        if (self.attention.reads_input or self.shares_norm) and normed is None:
+        # A gate, or an MLP with the same norm, reads the `normed` input, made again if it is missing
+        if self.reads_normed and normed is None:
             normed = self.attention_norm(x)
         branch = self.attention.branch(out, normed)
         if branch.shape != x.shape:  # the sum would broadcast; attention's never differs
@@ -294,5 +294,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, angles: Angles, mask: Any) -> Tensor:
         x, normed = self.attention_norm.add_and_norm(x)
-        tensors = self.attention.project(normed, *angles)
-        return self.after(x, self.attention(*tensors, mask), normed=normed)
+        # While the MLP computes no name holds q, k and v, or an input that it does not read
+        out = self.attention(*self.attention.project(normed, *angles), mask)
+        normed = normed if self.reads_normed else None
+        return self.after(x, out, normed=normed)

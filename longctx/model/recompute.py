@@ -261,11 +261,12 @@ def _block_backward(tape: _Tape, i: int, x: Tensor, dy: Tensor, sums: _Sums) -> 
 
     # before
     if one_tile:
-        leaves = leaf, *sums.weights
-        dx_before, *dweights = torch.autograd.grad(qkv, leaves, dqkv, allow_unused=True)
+        outputs, leaves, douts = (leaf, *qkv), (leaf, *sums.weights), (dx, *dqkv)
+        dx, *dweights = torch.autograd.grad(outputs, leaves, douts, allow_unused=True)
         sums.add(dweights)
-        return dx + dx_before
-    gradients_in_tiles(block.before, tape.tile, (x,), tape.angles[i], dqkv, sums, [dx], add=True)
+        return dx
+    before = lambda x, *angles: (x, *block.before(x, *angles))  # noqa: E731
+    gradients_in_tiles(before, tape.tile, (x,), tape.angles[i], (dx, *dqkv), sums, [dx])
     return dx
 
 
@@ -345,12 +346,9 @@ def gradients_in_tiles(
     gradients: Tokens,
     sums: _Sums,
     into: list[Tensor] | None,
-    add: bool = False,
 ) -> Sequence[Tensor]:
-    """Return gradients of `inputs`, given the `gradients` of function(*inputs, *constants).
-
-    They are written, or with `add` added, to the tensors `into`, of which one may be among
-    `gradients`. The gradients of the weights go into `sums`.
+    """Return gradients of `inputs`, given the `gradients` of function(*inputs, *constants), in the
+    tensors `into`, of which one may be among `gradients`; those of the weights go into `sums`.
     """
     for at, own in _arriving_tiles(tile, inputs, gradients[0].device):
         with torch.enable_grad():
@@ -362,7 +360,7 @@ def gradients_in_tiles(
         if into is None:  # one tile
             return every[: len(leaves)]
         for target, part in zip(into, every, strict=False):
-            target[:, at] = target[:, at] + part if add else part
+            target[:, at] = part
         # The next tile takes their memory: 464 MiB of 1b with tiles of 32,768 tokens
         del own, leaves, outputs, douts, every, part
     return into or ()
