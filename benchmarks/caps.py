@@ -20,11 +20,10 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from benchmarks.cards import CARDS, CASES, HOSTS, MODELS, RESULTS, SHOWN, Case, longest_step, run_of
+from benchmarks.cards import CARDS, CASES, HOSTS, MODELS, SHOWN, Case, longest_step, run_of
 from benchmarks.points import Row, off, point, this_gpu, training_run
 from benchmarks.processes import in_child
 from benchmarks.report import machine, write_json
@@ -34,7 +33,6 @@ from longctx.planner.peak_memory import predict
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB
 from longctx.spec.step import Workload
-from longctx.tables import grid
 
 if TYPE_CHECKING:
     from longctx.training.run import Run
@@ -42,19 +40,17 @@ if TYPE_CHECKING:
 DOCUMENT = 2048  # tokens
 CONTEXT = 1.5 * GIB  # that a process takes besides its tensors
 OF_CUDA = 0.8  # GiB of a card that torch's allocator never gets: context and libraries
-LONGEST_RANDOM = 131_072  # tokens: more would only take longer
+MOST = 400_000  # tokens: more would only take longer
 # Of random steps under caps: what all have, and choices of which each has one
 USUAL = ("model=124m", "workers=0", "graphs=false", "attention=flash")
 RANDOM = (
     (
         "model.channels=1024 model.heads=16 model.kv_heads=4 model.ffn=2816",
-        "model.channels=1536 model.heads=12 model.kv_heads=4 model.ffn=4096",
         "model.channels=2048 model.heads=32 model.kv_heads=8 model.ffn=8192",
         "model.channels=4096 model.heads=32 model.kv_heads=8 model.ffn=14336",
     ),
     ("model.layers=2", "model.layers=3", "model.layers=4"),
-    ("model.vocab_size=32000", "model.vocab_size=128256"),
-    ("model.tied=true", "model.tied=false"),
+    ("model.vocab_size=32000 model.tied=true", "model.vocab_size=128256 model.tied=false"),
     ("", "model.window=512 model.window_layers=[0]", "model.norms=sandwich", "model.qk_norm=head"),
     ("", "optimizer=muon", "lora.rank=16", "lora.rank=16 lora.base=nf4"),
     ("batch_size=1 accumulate=1", "batch_size=2 accumulate=1", "batch_size=1 accumulate=2"),
@@ -99,17 +95,13 @@ def run(options: Options, command: str) -> None:
     result: Row = {"command": command, **in_child(machine), "options": asdict(options)}
     points = itertools.chain(cells(options), random_steps(options.random))
     room = Room(gpu.memory), Room(hardware.host_memory() - fitting.HOST_LEFT)
-    rows = together(points, result | {"rows": []}, Path(f"{options.out}.json"), options, *room)
-    shown = ("name", "tokens", "memory", "predicted_gib", "measured_gib", "off", "moment", "failed")
-    grid("Steps under caps", shown, [row | {"off": off(row["error"])} for row in rows])
+    together(points, result | {"rows": []}, Path(f"{options.out}.json"), options, *room)
 
 
 def together(
     points: Iterable[Point], result: Row, path: Path, options: Options, gpu: Room, host: Room
-) -> list[Row]:
-    """Return a row for each of `points`; `path` gets the `result` after each, so that an
-    interruption loses no row.
-    """
+) -> None:
+    """Add a row for each of `points` to the `result`, and write it: an interruption loses none."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # of each process
     end, rows = time.monotonic() + 60 * options.minutes, result["rows"]
 
@@ -123,7 +115,8 @@ def together(
             seconds = max(left, 60.0)
             row = point(x.run, x.warm, 1, DOCUMENT, validate=True, gib=x.gib, seconds=seconds)
         row |= {"name": x.name, "moment": predicted.moment, "cap_gib": x.gib, **x.about}
-        print(f"{x.name}: {off(row['error'])} {row['failed'] or ''}", flush=True)
+        outcome = row["failed"] or f"{row['measured_gib']:.2f} GiB, predicted {off(row['error'])}"
+        print(f"{x.name}: {outcome}", flush=True)
         return row
 
     with ThreadPoolExecutor(options.parallel) as threads:
@@ -131,7 +124,6 @@ def together(
             rows += [row] if row else []
             write_json(path, result)
     print(f"wrote {path}")
-    return rows
 
 
 def cells(options: Options) -> Iterator[Point]:
@@ -168,16 +160,10 @@ def random_steps(count: int) -> Iterator[Point]:
             work = (run := training_run(given, "cuda")).workload
         except ValueError:  # these settings contradict one another
             continue
-        room, at = min(0.95 * gib, gib - 0.4) * GIB, partial(with_length, work)
-        if step := fitting.longest([at], room, host * GIB, limit=LONGEST_RANDOM):
-            found += 1
-            run = replace(run, workload=step, val_rows=1)
+        room, at = min(0.95 * gib, gib - 0.4) * GIB, lambda n, work=work: replace(work, seq_len=n)
+        if step := fitting.longest([at], room, host * GIB, limit=MOST):
+            found, run = found + 1, replace(run, workload=step, val_rows=1)
             yield Point(f"random {found}", run, {"overrides": given, "host": host}, gib, warm=1)
-
-
-def with_length(step: Workload, seq_len: int) -> Workload:
-    """Return `step` with sequences of `seq_len` tokens."""
-    return replace(step, seq_len=seq_len)
 
 
 class Room:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks import attention
 from benchmarks.points import Row, decided, expected, off, point, this_gpu, training_run
-from benchmarks.processes import ROOT, in_child
+from benchmarks.processes import ROOT
 from benchmarks.report import machine, table, write_json
 from benchmarks.shapes import SHAPES
 from benchmarks.words import check_unused
@@ -98,8 +98,8 @@ the settings begin with:
 CONFIRMED = """
 ## Tried under caps
 
-`{command}`: real steps with no more memory from torch than the card has ({gpu}, torch {torch},
-[caps.json](../results/caps.json)), at the lengths above or wanted, rounded down to whole tiles.
+`python -m benchmarks caps`: real steps with no more memory from torch than the card has ({gpu},
+torch {torch}, [caps.json](../results/caps.json)), at lengths above, rounded down to whole tiles.
 Documents have 2,048 tokens: attention takes time by the document, memory by the sequence. Fewer
 layers than the model's have its settings, and so much less of the card's memory as all of them are
 predicted to take more.
@@ -175,9 +175,13 @@ def page() -> str:
         {"trained": case.name} | {of(gb): speed_cell(case, gb) for gb in SHOWN} for case in CASES
     ]
     caps = json.loads((RESULTS / "caps.json").read_text())
+    tried = [confirmed(row) for case in CASES for row in stepped(*case)]
     parts = [HEAD, table(published()), LONGEST, table(longest), SPEED, table(speed)]
-    parts += [CONFIRMED.format(**caps), table(confirmed(x) for x in caps["rows"] if "cap" in x)]
-    parts += [RANDOM_TRIED.format(**summary([x for x in caps["rows"] if "cap" not in x]))]
+    parts += [CONFIRMED.format(**caps), table(tried)]
+    rows = [x for x in caps["rows"] if "cap" not in x]
+    errors = sorted(abs(row["error"]) for row in rows if not row["failed"])
+    figures = {"fit": len(errors), "middle": median(errors), "worst": errors[-1]}
+    parts += [RANDOM_TRIED.format(count=len(rows), **figures)]
     came_in = sorted((RESULTS / "cards").glob("*.json"))
     cards = {path.name: json.loads(path.read_text()) for path in came_in}
     steps = (row for name, card in cards.items() for row in step_rows(name, card))
@@ -254,6 +258,12 @@ def speed_of(step: Workload, chip: hardware.Chip) -> str:
     return "unknown card" if time is None else f"{time.tokens / time.total:,.0f}"
 
 
+def stepped(model: str, way: str) -> list[Row]:
+    """Return the steps of a case under caps."""
+    rows = json.loads((RESULTS / "caps.json").read_text())["rows"]
+    return [row for row in rows if (row.get("model"), row.get("way")) == (model, way)]
+
+
 def confirmed(row: Row) -> Row:
     """Return a line of the table of steps under a cap."""
     model = run_of(Case(row["model"], row["way"])).workload.model
@@ -268,13 +278,6 @@ def confirmed(row: Row) -> Row:
         "measured": row["failed"] or f"{row['measured_gib']:.2f}",
         "off": off(row["error"]),
     }
-
-
-def summary(rows: list[Row]) -> Row:
-    """Return how many of these steps fit, and how far off their predictions were."""
-    errors = sorted(abs(row["error"]) for row in rows if not row["failed"])
-    count = {"count": len(rows), "fit": len(errors)}
-    return count | {"middle": median(errors or [0.0]), "worst": max(errors, default=0.0)}
 
 
 def step_rows(name: str, card: Row) -> list[Row]:

@@ -28,8 +28,6 @@ PANELS = {
 }
 COLORS = {"naive": "tab:red", "sdpa": "tab:orange", "flash": "tab:green"}
 HOST = 64  # GiB of host memory
-# Whole steps of 8b with LoRA on nf4 under a cap of an H200's memory: GB of a card → tokens
-STEPPED = {24: 172160, 80: 421248}
 
 
 @dataclass(frozen=True)
@@ -59,9 +57,11 @@ def draw_cards(axis: Axes) -> None:
     unsloth = {gb: tokens for gb, (tokens, _) in published.items()}
     found = {gb: cards.longest_of_rank_32("8b", gb, HOST) for gb in published}
     ours = {gb: step.seq_len for gb, step in found.items() if step is not None}
+    whole = [x for x in cards.stepped("8b", "LoRA on nf4") if not x["layers"]]
+    stepped = {x["cap"]: x["tokens"] for x in sorted(whole, key=lambda x: x["tokens"])}
     for tokens, style, label in (
         (ours, "o--", f"longctx, predicted, {HOST} GiB of host memory"),
-        (STEPPED, "X", "longctx, stepped under a cap"),
+        (stepped, "X", "longctx, stepped under a cap"),
         (unsloth, "s-", "Unsloth, as published"),
         (usual, "^-", "transformers, FlashAttention-2, as Unsloth publishes"),
     ):

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import arena, attention, cards, context, memory, points, reference, steps
+from benchmarks import arena, attention, caps, cards, context, points, reference, steps
 from benchmarks.points import point, training_run
 from benchmarks.words import BENCHMARKS, main
 from longctx.attention import Mask
@@ -51,7 +51,7 @@ MISTAKES = {
     "attention channels=100": "channels=100",
     "cards attention=flash": "attention=flash",
     "extension seq_len=512": "stages=",
-    "memory model=8b": "models=",
+    "caps caps=25": "caps=25",
     "steps seq_len=4096": "lengths=",
     "tune head_sizes=96,128": "head_sizes=96,128",
 }
@@ -190,9 +190,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (130 * GIB, 140 * GIB))
     monkeypatch.setattr(devices, "this_machine", lambda: machine)
     monkeypatch.setattr(devices, "check_attention", lambda config, model, device: None)
-    for module in (context, memory):
+    for module in (context, caps):
         monkeypatch.setattr(module, "point", made_up)
-        monkeypatch.setattr(module, "machine", lambda: {"gpu": "made up"})
+    monkeypatch.setattr(context, "machine", lambda: {"gpu": "made up"})
+    monkeypatch.setattr(caps, "in_child", lambda machine: {"gpu": "made up"})
 
 
 def test_context_has_a_row_for_each_length(card, result_of):
@@ -203,9 +204,14 @@ def test_context_has_a_row_for_each_length(card, result_of):
     assert rows["naive", 131072]["failed"] == "out of memory"
 
 
-def test_memory_has_a_row_for_each_case(card, result_of):
-    result = result_of("memory", "models=124m", "lora_models=1b", "backends=flash,naive")
-    assert (len(result["rows"]), result["within_3_percent"]) == (3 * 2 * 2, 8)
+@pytest.mark.parametrize("layers", [0, 4])
+def test_caps_leave_a_step_what_the_search_leaves_it(layers, card, result_of):
+    words = ["caps=24,48", "hosts=64", "models=8b", f"layers={layers}", "random=3"]
+    rows = result_of("caps", *words)["rows"]
+    assert [row.get("cap") for row in rows] == [*(24, 48) * 2, *[None] * 3]
+    for row in rows:
+        assert row["predicted_gib"] <= max(0.95 * row["cap_gib"], row["cap_gib"] - 0.4)
+    assert rows[0]["tokens"] == 524_288  # of 528,384, in tiles of 8,192
 
 
 def test_decoding_is_measured_after_each_prompt(result_of):
