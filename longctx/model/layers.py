@@ -277,7 +277,7 @@ class Block(nn.Module):
 
     def after(self, x: Tensor, out: Tensor, needs_value: bool = True, normed: Any = None) -> Tensor:
         """The block's output, from its input and attention's output (B, T, H, D)."""
-        # A gate, or an MLP with the same norm, reads the `normed` input, made again if it is missing
+        # A gate, or an MLP with the same norm, reads `normed`, made again if it is missing
         if self.reads_normed and normed is None:
             normed = self.attention_norm(x)
         branch = self.attention.branch(out, normed)
