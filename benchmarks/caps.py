@@ -17,7 +17,7 @@ import random
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -120,8 +120,8 @@ def together(
         return row
 
     with ThreadPoolExecutor(options.parallel) as threads:
-        for row in threads.map(measured, points):
-            rows += [row] if row else []
+        for done in as_completed([threads.submit(measured, x) for x in points]):
+            rows += [row] if (row := done.result()) else []
             write_json(path, result)
     print(f"wrote {path}")
 
