@@ -326,9 +326,8 @@ def _outside(config: Any, prefix: str) -> Iterator[str]:
             now = getattr(config, switch)
             if shown(now) != wanted if wanted else now in (None, False, 0, [], "", "none"):
                 remedy = wanted or ("true" if now is False else "another")
-                switch = prefix + switch
-                message = f"does nothing with {switch}={shown(now)}; give {switch}={remedy}"
-                yield f"{name}={shown(value)}: {message}"
+                message = f"{prefix}{switch}={shown(now)}; give {prefix}{switch}={remedy}"
+                yield f"{name}={shown(value)}: does nothing with {message}"
 
 
 def allowed(value: Any, declared: Key) -> str:
@@ -336,8 +335,9 @@ def allowed(value: Any, declared: Key) -> str:
     # The config.json of a model comes here without `build`, which knows the item's type
     if declared.is_list and isinstance(value, list | tuple | dict):
         return "" if list[int] in typing.get_args(declared.type) else "not a list in a list"
-    if declared.choices and value not in declared.choices:
-        return f"one of {', '.join(declared.choices)}{closest(str(value), declared.choices)}"
+    if (names := declared.choices) and value not in names:
+        others = "" if isinstance(names, tuple) else "; others need plugins=[FILE.py]"
+        return f"one of {', '.join(names)}{closest(str(value), names) or others}"
     if not str(value).endswith(declared.suffix):
         return f"a file that ends in {declared.suffix}"
     if not isinstance(value, int | float) or isinstance(value, bool):
