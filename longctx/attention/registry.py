@@ -27,7 +27,7 @@ from torch import Tensor
 from longctx.attention.description import AUTO, DESCRIPTIONS, SCORES, AttentionConfig, Description
 from longctx.attention.exchange import WHOLE_ROWS, Exchange
 from longctx.attention.mask import Mask, document_starts
-from longctx.config.fields import refuse_first
+from longctx.config.fields import refuse, refuse_first
 from longctx.kernels import warn_of_triton
 from longctx.kernels.attention import Gradients, Saved, Scores
 from longctx.kernels.attention.flash_op import unobserved
@@ -239,9 +239,11 @@ def _check_formula(name: str, backend: Backend, request: AttentionRequest, group
         mask = Mask.documents(torch.tensor(numbers), window)
         if window is not None and backend.refusal(request._replace(mask=mask)):
             continue
-        with torch.no_grad():
-            out = Attention(name, request.options)(q, k, v, mask, scores).float()
-            exact = naive(q.float(), k.float(), v.float(), mask, scores)
+        out = Attention(name, request.options)(q, k, v, mask, scores).float()
+        exact = naive(q.float(), k.float(), v.float(), mask, scores)
+        score = f"attention.options.score={request.options.get('score')}"
+        remedy = "the optimizer has no numbers of it; a mixer may have such weights"
+        refuse((exact.requires_grad, f"{score}: {remedy}"))
         error = float((out - exact).norm() / exact.norm())
         if not error <= max(1e-4, 4 * torch.finfo(request.dtype).eps):
             raise ValueError(

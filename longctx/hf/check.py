@@ -362,7 +362,8 @@ def outcome(trial: Trial, check: Callable[[Trial], Found]) -> tuple[str, str]:
         return "FAILED", described(error)
     if isinstance(found, str):
         return "skipped", found
-    return "ok" if found[0] <= found[1] else "FAILED", f"{found[0]:.1e}, at most {found[1]:.0e}"
+    measured = "NaN" if found[0] == torch.inf else f"{found[0]:.1e}"
+    return "ok" if found[0] <= found[1] else "FAILED", f"{measured}, at most {found[1]:.0e}"
 
 
 def described(error: BaseException) -> str:

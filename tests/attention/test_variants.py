@@ -212,8 +212,9 @@ def test_a_backend_that_only_says_it_is_exact_is_refused():
         check(honest, **sizes)
     with pytest.raises(ValueError, match="attention=liar says that it is exact"):
         check("liar", **sizes)
-    q = torch.randn(1, 9, 2, 16)
-    assert torch.equal(attention(q, q, q, backend="true"), attention(q, q, q, backend="naive"))
+    register_score("learned", lambda score, *_: score * torch.ones(1, requires_grad=True))
+    with pytest.raises(ValueError, match="score=learned: the optimizer has no numbers of it"):
+        check("naive", **sizes, options={"score": "learned"})
 
 
 WORDS = [
