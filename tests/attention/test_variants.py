@@ -128,9 +128,8 @@ def test_scores_of_packed_documents_are_as_alone(name):
 
 
 def test_a_full_mask_has_no_positions_for_a_score_function():
-    q, k, v, _ = tensors()
     with pytest.raises(ValueError, match="score=both: a full mask"):
-        attention(q, k, v, Mask.full(), backend="naive", score="both")
+        attention(*tensors()[:3], Mask.full(), backend="naive", score="both")
 
 
 def test_a_score_function_is_the_formula_by_hand():
