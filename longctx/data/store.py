@@ -25,6 +25,7 @@ from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.fields import refuse
 from longctx.data.documents import Corpus, Document, exact_key
 from longctx.data.tokenizer import Tokenizer
+from longctx.tables import count_of
 
 FORMAT = 2  # of a folder
 _BATCH = 8 << 20  # characters tokenized and written together
@@ -138,7 +139,7 @@ def progress(task: str, total: int | None = None) -> Iterator[Callable[[int, int
         shown = bar.add_task(f"data: {task}", total=total)
 
         def show(documents: int, tokens: int) -> None:
-            line = f"data: {task}: {documents:,} documents, {tokens:,} tokens"
+            line = f"data: {task}: {count_of(documents, 'document')}, {tokens:,} tokens"
             bar.update(shown, completed=documents, description=line)
 
         yield show

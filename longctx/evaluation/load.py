@@ -140,7 +140,7 @@ def of_run(
 
     A line on stderr warns if they are no longer those of `fingerprint`, from the run's beginning.
     """
-    with opened(folder):
+    with opened(folder, "data."):
         config = replace(fields.build(DataConfig, run["data"]), tokenizer=str(folder))
         data = load(config, run["seq_len"])
     advice = "use the other split, or data=text data.path=..."

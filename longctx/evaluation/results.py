@@ -95,19 +95,19 @@ def show_perplexity(content: Content) -> None:
     forms = {"nats": ",.1f", "loss": ".4f", "perplexity": ",.3f"}
     forms |= {"gain": ".4f", "bits_per_byte": ".4f"}
     show_rows(title, scored, forms)
-    if content["by_position"]:
-        show_rows("loss by position", content["by_position"], forms)
-    if content["by_context"]:
-        show_rows("the same tokens with shorter contexts", content["by_context"], forms)
-    if "gains" in content:
-        show_rows("gain over the short context: best and worst", content["gains"], forms)
-        show_rows("gain by position", content["gain_by_position"], forms)
+    titles = {"by_position": "loss by position", "gain_by_position": "gain by position"}
+    titles |= {"by_context": "the same tokens with shorter contexts"}
+    titles |= {"gains": "gain over the short context: best and worst"}
+    for key, title in titles.items():
+        if content.get(key):
+            show_rows(title, content[key], forms)
     total = content["total"]
     # The standard error is of the loss, so it counts times the perplexity.
     error = total["perplexity"] * total["standard_error"]
+    documents = tables.count_of(len(content["documents"]), "document")
     print(
         f"perplexity {total['perplexity']:,.3f} ± {error:,.3f}, {total['bits_per_byte']:.4f} bits "
-        f"per byte, {total['tokens']:,} tokens of {total['name']} documents"
+        f"per byte, {total['tokens']:,} tokens of all {documents}"
     )
     speed, memory = content["tokens_per_second"], content["memory_peak_gib"]
     parts = [f"{content['seconds']:,.1f} s"]

@@ -108,6 +108,9 @@ def test_documents_of_a_run_are_those_of_its_split(folder, tokenizer, capsys):
         assert tokenizer.decode(document.ids[:-1]) == TEXTS[Path(document.name).name]
         assert document.ids[-1] == tokenizer.eos_id
         assert document.n_bytes == len(tokenizer.decode(document.ids[1:-1]).encode())
+    moved = {"data": data | {"path": str(folder / "moved")}, "seq_len": 64}
+    with pytest.raises(FileNotFoundError, match=r"^data\.path=.*moved: no such file"):
+        next(of_run(run, moved, "val", began))
     with pytest.raises(ValueError, match="split=val:"):
         list(of_run(run, {"data": {**data, "val_fraction": 0.0}, "seq_len": 64}, "val", began))
     assert str(run) not in capsys.readouterr().err
