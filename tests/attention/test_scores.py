@@ -197,6 +197,17 @@ def test_pruning_keeps_what_fp16_cannot_hold():
     assert (attention(q, q, v, prune=True, **given) == 1).all()
 
 
+def test_a_forgotten_key_that_all_queries_point_to_is_kept():
+    """Random keys never come near the bound of a product."""
+    q, v = torch.eye(16, device=DEVICE)[:1].expand(1, 64, 1, 16), torch.zeros(1, 64, 1, 16)
+    k, v = 36 * q * (torch.arange(64, device=DEVICE) == 0)[:, None, None], v.to(DEVICE)
+    v[:, 0] = 1
+    given = {"scale": 1.0, "key_bias": torch.arange(64.0, device=DEVICE)[None, None] / 2}
+    for backend, options in (("naive", {}), ("flash", {"prune": True})):
+        out = attention(q, k, v, backend=backend, **given, **options)
+        assert out[0, -1].min() > 0.9  # e^36 of the first key to e^31.5 of the last
+
+
 def test_alibi_is_a_bias_of_distances():
     """slope · j is ALiBi's -slope · (i - j) but for a constant of the row."""
     q, k, v, _ = inputs(Case(1, 70, 70, 4, 4, 16), torch.float32)

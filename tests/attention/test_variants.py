@@ -76,6 +76,14 @@ class Liar(Dilated):
     exact = True
 
 
+class Shortsighted(Naive):
+    """It knows no windows."""
+
+    def run(self, q, k, v, mask, scores, **options):
+        whole = Mask.documents(mask.doc_ids).bind(*q.shape[:2], k.shape[1], q.device)
+        return super().run(q, k, v, whole, scores)
+
+
 @pytest.fixture(autouse=True)
 def variants(tmp_path, monkeypatch):
     """Register the variants, and the plugin of the docs; forget them after the test."""
@@ -83,6 +91,7 @@ def variants(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_scores.py").write_text(SCORES_OF_DOCS)
     named = {"dilated": Dilated(), "whole": Undecoded(), "liar": Liar(), "true": Naive()}
+    named["shortsighted"] = Shortsighted()
     for name, backend in named.items():
         register(name, backend)
     plugins.load([str(tmp_path / "my_scores.py")])
@@ -209,8 +218,9 @@ def test_a_backend_that_only_says_it_is_exact_is_refused():
     sizes = {"device": "cpu", "dtype": torch.float32, "head_dim": 16, "group": 3}
     for honest in ("true", "dilated", "flash"):
         check(honest, **sizes)
-    with pytest.raises(ValueError, match="attention=liar says that it is exact"):
-        check("liar", **sizes)
+    for name in ("liar", "shortsighted"):
+        with pytest.raises(ValueError, match=f"attention={name} says that it is exact"):
+            check(name, **sizes)
     register_score("learned", lambda score, *_: score * torch.ones(1, requires_grad=True))
     with pytest.raises(ValueError, match="score=learned: the optimizer has no numbers of it"):
         check("naive", **sizes, options={"score": "learned"})

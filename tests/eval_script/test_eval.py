@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import yaml
 from matplotlib.image import imread
 
 import eval as evaluation
@@ -104,46 +105,17 @@ def test_splits_lengths_limits_and_backends(run, evaluate):
     assert list(scores.values()) == pytest.approx([scores["naive"]] * 3, rel=1e-5)
 
 
-OWN_TEXT = ["data=text", "data.path={docs}"]
-# Overrides, beside a checkpoint if they name none, and what the message begins with
-MISTAKES = [
-    ([], "CHECKPOINT is missing"),
-    (["checkpoint="], "CHECKPOINT is missing"),
-    (["checkpoint=nowhere/at/all"], "checkpoint=nowhere/at/all"),
-    (["checkpoint={docs}"], "checkpoint={docs}"),
-    (["checkpoint={docs}/00.txt"], "checkpoint={docs}/00.txt: neither a run"),
-    (["stride=65"], "stride=65"),
-    (["contexts=[16,65]"], "contexts=[16, 65]"),
-    (["fewshot=2"], "fewshot=2"),
-    (["passkey=true", "chat_template=true"], "chat_template=: does nothing without"),
-    (["tasks=[a]", "contexts=[16]"], "contexts="),
-    (["tasks=[a]", "passkey=true"], "tasks=[a]"),
-    (["devices=4", "context=3"], "context=3: does not divide devices=4"),
-    (["passkey=true", "passkey.lengths=[64]"], "passkey.lengths=64"),
-    ([*OWN_TEXT, "data.tokenizer=x"], "data.tokenizer=x"),
-    ([*OWN_TEXT, "data.val_fraction=0.5"], "data.val_fraction=0.5"),
-    ([*OWN_TEXT, "data.min_tokens=9"], "data.min_tokens=9"),
-    ([*OWN_TEXT, "split=val"], "split=val"),
-    (["data=text"], "data.path"),
-    (["data=text", "data.path={docs}/none.txt"], "data.path={docs}/none.txt"),
-    (["data=mix", "data.mix.a.path={docs}"], "data=mix"),
-    (["sequence=4"], "sequence"),
-    ([*VT, "ruler.lengths=[200]"], "ruler.lengths=[200]: vt needs"),
-    ([*VT, "ruler.lengths=[256,256]"], "ruler.lengths=[256, 256]"),
-    ([*VT, "stride=8"], "stride="),
-]
+MISTAKES = yaml.safe_load(Path(__file__).with_name("mistakes.yaml").read_text())
 
 
-@pytest.mark.parametrize(("overrides", "message"), MISTAKES)
-def test_mistake_is_one_line_and_writes_nothing(run, refused, monkeypatch, overrides, message):
+@pytest.mark.parametrize(("words", "message"), MISTAKES.items())
+def test_mistake_is_one_line_and_writes_nothing(run, refused, monkeypatch, words, message):
     monkeypatch.setattr("longctx.config.eval_config.find_spec", lambda name: "installed")
     monkeypatch.setattr("longctx.evaluation.score.Scorer._forward", None)  # before all scoring
     folders = {"run": run, "docs": run.parents[1] / "docs"}
     before = sorted(run.rglob("*"))
-    if overrides and "checkpoint" not in overrides[0]:
-        overrides = ["checkpoint={run}", *overrides]
-    argv = [override.format(**folders) for override in [*overrides, "device=cpu"]]
-    refused(evaluation.main(argv), f"error: {message.format(**folders)}")
+    argv = [word.format(**folders) for word in [*words.split(), "device=cpu"]]
+    refused(longctx(argv), f"error: {message.format(**folders)}")
     assert sorted(run.rglob("*")) == before
 
 
@@ -224,25 +196,6 @@ def test_ruler_of_a_run(evaluate):
     assert list(content["ruler"]["scores"]) == ["niah_single_2", "fwe"]
     assert all(0 < row["tokens"] < row["length"] for row in content["answers"])
     assert evaluate(*keys)[0]["answers"] == content["answers"], "by the seed alone"
-
-
-NOT_SCORED = [
-    (["short=64"], "short=64: not below seq_len=64"),
-    ([*OWN_TEXT, "seq_len=9999", "short=9998"], "short=9998: no document has more"),
-    (["passkey=true"], "tasks=, passkey=, ruler=: score no documents"),
-    (["out={run}/none/a.jsonl"], "{run}/none"),
-    (["data.path={docs}/a.jsonl", "out={docs}/a.jsonl"], "out={docs}/a.jsonl: the scores would"),
-    (["data.path={docs}", "out={docs}/a.jsonl"], "out={docs}/a.jsonl: the scores would"),
-    (["data.path={docs}/*.jsonl", "out={docs}/a.jsonl"], "out={docs}/a.jsonl: the scores would"),
-]
-
-
-@pytest.mark.parametrize(("overrides", "message"), NOT_SCORED)
-def test_a_score_that_compares_nothing_is_refused(run, refused, monkeypatch, overrides, message):
-    monkeypatch.setattr("longctx.evaluation.score.Scorer._forward", None)  # before all scoring
-    folders = {"run": run, "docs": run.parents[1] / "docs"}
-    words = [word.format(**folders) for word in [*overrides, "device=cpu"]]
-    refused(longctx(["score", str(run), *words]), f"error: {message.format(**folders)}")
 
 
 def test_gains_choose_the_documents_of_a_run(run, evaluate, tmp_path):
