@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from contextlib import suppress
 
 import torch
 
@@ -50,7 +51,7 @@ def predicted_gib(run: Run, has_model: bool = True) -> float:
     copies = run.config.keep_best or next_save < run.max_steps
     copy = expected.saved if copies else 0.0
     counted_twice = expected.gpu[PARAMETERS] if has_model else 0.0
-    return (resident() + expected.peak - counted_twice + copy) / GIB
+    return (of_process("VmRSS:") + expected.peak - counted_twice + copy) / GIB
 
 
 def measured(device: torch.device) -> dict[str, float]:
@@ -62,18 +63,16 @@ def measured(device: torch.device) -> dict[str, float]:
             "memory_peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
             "memory_reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
         }
-    # Linux counts in KiB
+    return {"process_peak_gib": of_process("VmHWM:") / GIB}
+
+
+def of_process(line: str) -> float:
+    """Return the bytes that /proc/self/status has in `line`; without it those at the peak."""
+    with suppress(OSError, StopIteration), open("/proc/self/status", encoding="ascii") as file:
+        return 1024.0 * next(int(row.split()[1]) for row in file if row.startswith(line))
+    # On Linux it would begin at the peak of the process that started this one
     unit = 1 if sys.platform == "darwin" else 1024
-    return {"process_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
-
-
-def resident() -> float:
-    """Return the bytes that this process has now; its peak on systems without /proc."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return float(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return measured(torch.device("cpu"))["process_peak_gib"] * GIB
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
 def free(device: str) -> None:
