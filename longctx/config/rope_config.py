@@ -12,18 +12,16 @@ from longctx.config.fields import Group, foreign_keys, key
 WAYS = ("keep", "auto", "abf", "linear", "dynamic", "yarn", "llama3", "longrope")
 # The length that the weights were trained for before any scaling.
 ORIGINAL = "original_max_position_embeddings"
+SHARE = "partial_rotary_factor"
+OF_YARN = "factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate"
 # rope_type → the keys that it needs, and its optional keys.
 KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
     "dynamic": (("factor",), ()),
-    "yarn": (
-        (ORIGINAL,),
-        (
-            *("factor", "attention_factor", "beta_fast", "beta_slow"),
-            *("mscale", "mscale_all_dim", "truncate"),
-        ),
-    ),
+    "yarn": ((ORIGINAL,), tuple(OF_YARN.split())),
+    # The first channels rotate, with the frequencies of a whole head, as in Gemma 4
+    "proportional": ((SHARE,), ("factor",)),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", ORIGINAL), ()),
     "longrope": (("short_factor", "long_factor", ORIGINAL), ("factor", "attention_factor")),
 }
@@ -80,6 +78,7 @@ def check_scaling(
         else:
             bound = "" if name.startswith("mscale") else " above 0"
             is_right = is_number(value) and (not bound or value > 0)
+            is_right = is_right and (name != SHARE or value <= 1)
             expected = f"a number{bound}"
         if value is not None and not is_right:
             raise ValueError(f"{prefix}.{name}={str(value)[:60]} must be {expected}")

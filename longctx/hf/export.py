@@ -273,7 +273,7 @@ def export_adapter(
         "base_model_name_or_path": base,
         "revision": revision,
         "r": config.rank,
-        "lora_alpha": config.alpha,
+        "lora_alpha": config.scaling * (config.rank or 1),
         "use_rslora": config.rslora,
         "lora_dropout": 0.0,
         "bias": "none",

@@ -37,6 +37,8 @@ def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfi
         is_short = rope.type == "keep" or seq_len <= model.context
         # Positions of rope_type=dynamic stretch themselves, and some models have none
         return model, "" if is_short else "auto: kept, its layers take any length"
+    is_lost = model.rope_scaling.get("rope_type") == "proportional" != kind
+    refuse((is_lost, f"rope={kind}: a share of each head rotates; give rope=auto, or rope=keep"))
     # A larger base stretches without a factor (arXiv 2309.16039), so no length is refused
     if kind == "abf":
         assert rope.theta is not None
@@ -48,8 +50,9 @@ def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfi
     # reaches seq_len exactly; a given one must reach it too
     own, trained = model.rope_scaling, model.rope_scaling.get(ORIGINAL) or model.context
     # Llama 3.2 reads 131,072 tokens by a factor of 32: its 8,192 only divide the frequencies
-    if own.get("rope_type") == "linear" or own.get("rope_type") == kind == "llama3":
-        trained = max(2, round(model.context / own["factor"]))
+    of_own = own.get("rope_type")
+    if of_own in ("linear", "proportional") or of_own == kind == "llama3":
+        trained = max(2, round(model.context / own.get("factor", 1.0)))
     original = rope.original or int(trained)
     factor = rope.factor or seq_len / original
     reached = int(factor * original + 1e-6)  # 1.001 · 1,000 is less than 1,001 in fp64

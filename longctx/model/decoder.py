@@ -59,9 +59,9 @@ class Decoder:
             score = own.options if "score" in own.options else None  # naive has it, too
             self.attends[n] = Attention("naive", score) if own.backend.exact else own
         attends, parts = self.attends.values(), model.config.block(0).attention.required()["scores"]
-        is_plain = all(x.name == "naive" and not x.options for x in attends)
-        of_tensors = self.device, dtype, model.config.head_size
-        self.splits_keys = is_plain and splits_keys(*of_tensors, parts)
+        self.splits_keys = all(x.name == "naive" and not x.options for x in attends)
+        heads = [model.config.blocks[n].attention.model for n in layers]
+        self.splits_keys &= all(splits_keys(self.device, dtype, x.head_size, parts) for x in heads)
         slow = [f"model.mixer={x.part.mixer}" for x in mixers.values() if not x.decodes]
         slow += [f"attention={x.name}" for x in attends if not x.decodes]
         self.decodes = not slow
@@ -69,9 +69,9 @@ class Decoder:
             print_once(f"{setting} has no decoding: each new token computes its text again")
         self.rows, self.length, self.dtype = rows, length, dtype
         # Of each layer: keys and values, or what its mixer has
-        shape = 2, rows, length, model.config.kv_heads, model.config.head_size
+        shapes = [(2, rows, length, x.kv_heads, x.head_size) for x in heads]
         # Not empty: naive multiplies unseen values by 0, and 0 · NaN is NaN
-        zeros = (torch.zeros(shape, dtype=dtype, device=self.device) for _ in layers)
+        zeros = (torch.zeros(shape, dtype=dtype, device=self.device) for shape in shapes)
         self.states = {n: (*both,) for n, both in zip(layers, zeros, strict=True)}
         self.windows = [model.config.window_of(n) for n in range(model.config.layers)]
         captures = self.decodes and all(x.description.capturable for x in attends)

@@ -90,16 +90,24 @@ def normed(x: Tensor, weight: Tensor, eps: Any) -> Tensor:
     return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps).to(x.dtype)
 
 
+def normed_heads(x: Tensor, norm: Any) -> Any:
+    """Return x (B, T, H, D) normed, every head alone or all together."""
+    return norm(x.flatten(2).unflatten(2, (-1, *norm.normalized_shape))).reshape(x.shape)
+
+
 class StreamNorm(RMSNorm):
     """A norm of the residual stream; RMSNorm is one kernel each way on a GPU."""
 
     def __init__(self, part: parts.Norm) -> None:
         super().__init__(part.size, part.eps, part.plus_one)
-        self.is_centered = part.form != "rms"
+        self.form = part.form
+        self.weight.requires_grad_(self.form != "factor")
         self.bias = nn.Parameter(torch.zeros(part.size)) if part.form == "layer" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_centered:
+        if self.form == "factor":
+            return x * self.weight.to(x.dtype)
+        if self.form != "rms":
             # As torch does, but its result has x's dtype
             wide = torch.promote_types(x.dtype, self.weight.dtype)
             bias = None if self.bias is None else self.bias.to(wide)
@@ -110,7 +118,7 @@ class StreamNorm(RMSNorm):
     def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the residual stream x (..., C) plus `branch`, if any, and the norm of the sum."""
         # On a GPU both, and the sum of their gradients in backward, are one pass over memory
-        if fused(x) and not self.is_centered:
+        if fused(x) and self.form == "rms":
             return rms_norm.add_and_norm(x, branch, self.factor, self.eps)
         x = x if branch is None else x + branch
         return x, self(x)
@@ -119,10 +127,8 @@ class StreamNorm(RMSNorm):
 class NoNorm(nn.Identity):
     """The place of a StreamNorm that a block does not have."""
 
-    def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the residual stream x plus `branch` twice: the sum is its own norm."""
-        x = x if branch is None else x + branch
-        return x, x
+    form = "none"
+    add_and_norm: Any = StreamNorm.add_and_norm
 
 
 def optional(part: parts.Part | None) -> nn.Module:
@@ -137,14 +143,14 @@ class SelfAttention(nn.Module):
         super().__init__()
         model = part.model
         self.heads, self.kv_heads, self.head_dim = model.heads, model.kv_heads, model.head_size
-        self.rotates = part.rotates
+        self.rotates, self.kinds = part.rotates, len(part.linears[0].rows)  # 2 if v is k
         self.attend = Attention(backend.backend, backend.options)
         self.qkv, self.out, *gates = linears(part)
         self.gate = gates[0] if gates else None
-        eps, plus_one = model.norm_eps, model.norm_plus_one
-        norms: list[nn.Module] = [RMSNorm(n, eps, plus_one) for n in part.norms]
+        self.eps, plus_one, self.norms_v = model.norm_eps, model.norm_plus_one, model.v_norm
+        norms: list[nn.Module] = [RMSNorm(n, self.eps, plus_one) for n in part.norms]
         self.q_norm, self.k_norm = norms or [nn.Identity(), nn.Identity()]
-        self.norms_after_rope = model.qk_norm_after_rope
+        self.qk_normed = "" if not norms else "after" if model.qk_norm_after_rope else "before"
         self.scale, self.softcap = model.attention_scale, model.softcap
         self.sinks = nn.Parameter(torch.zeros(model.heads)) if model.sinks else None
 
@@ -158,28 +164,22 @@ class SelfAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, T, H, D), k and v (B, T, Hkv, D) of x (B, T, C): q, k normed and rotated."""
         qkv = self.qkv(x)
-        is_whole = self.rotates and 2 * cos.shape[-1] == self.head_dim
-        norms_before = not (self.norms_after_rope or isinstance(self.q_norm, nn.Identity))
-        if is_whole and not norms_before and fused(qkv):
+        is_plain = self.kinds == 3 and not (self.qk_normed == "before" or self.norms_v)
+        if self.rotates and 2 * cos.shape[-1] == self.head_dim and is_plain and fused(qkv):
             q, k, v = rotary.rotated(qkv, cos, sin, self.heads, self.kv_heads)
         else:
-            heads = self.heads, self.kv_heads, self.kv_heads
-            q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(heads, dim=2)
-            if norms_before:
-                q, k = self.normed(q, k)
+            heads = (self.heads, self.kv_heads, self.kv_heads)[: self.kinds]
+            q, *others = qkv.unflatten(-1, (-1, self.head_dim)).split(heads, dim=2)
+            k, v = others[0], others[-1]
+            if self.norms_v:
+                v = normed(v, torch.ones(self.head_dim, device=v.device), self.eps)
+            if self.qk_normed == "before":
+                q, k = normed_heads(q, self.q_norm), normed_heads(k, self.k_norm)
             if self.rotates:
                 q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if self.norms_after_rope:
-            q, k = self.normed(q, k)
+        if self.qk_normed == "after":
+            q, k = normed_heads(q, self.q_norm), normed_heads(k, self.k_norm)
         return q if growth is None else (q * growth).to(q.dtype), k, v
-
-    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q (B, T, H, D) and k normed, every head alone or all together."""
-
-        def normed(x: Tensor, norm: Any) -> Any:
-            return norm(x.flatten(2).unflatten(2, (-1, *norm.normalized_shape))).reshape(x.shape)
-
-        return normed(q, self.q_norm), normed(k, self.k_norm)
 
     @property
     def reads_input(self) -> bool:
@@ -249,6 +249,7 @@ class Block(nn.Module):
         self.mlp_norm: Any = optional(described.mlp_norm)
         self.mlp = described.mlp.build()
         self.mlp_out_norm = optional(described.mlp_out_norm)
+        self.out_factor = optional(described.out_factor)
         self.branch_scale = described.branch_scale
         self.is_parallel, self.shares_norm = described.is_parallel, described.shares_norm
         self.reads_normed = self.attention.reads_input or self.shares_norm
@@ -290,7 +291,7 @@ class Block(nn.Module):
         else:
             x, normed = self.mlp_norm.add_and_norm(x, branch)
         branch = self.mlp_out_norm(self.mlp(normed, needs_value or self.always_needs_value))
-        return x + self.scaled(branch)
+        return self.out_factor(x + self.scaled(branch))
 
     def forward(self, x: Tensor, angles: Angles, mask: Any) -> Tensor:
         x, normed = self.attention_norm.add_and_norm(x)

@@ -50,8 +50,7 @@ def checkpointed_blocks(
     """Return x (B, T, C) after `blocks`, each with its angles and mask: memory.recompute=block."""
     # Layers share their angles, and so the views of them
     flat = {id(pair): _flat(pair) for pair in angles}
-    of_blocks = [flat[id(pair)] for pair in angles]
-    tape = _Tape(blocks, x.shape, of_blocks, masks, memory, x.device)
+    tape = _Tape(blocks, x.shape, [flat[id(pair)] for pair in angles], masks, memory, x.device)
     x = x.reshape(1, -1, x.shape[-1])
     for i, block in enumerate(blocks):
         x = block.calling(lambda own, x, i: _Block.apply(x, tape, i, *_trained(own)), x, i)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longctx.config.rope_config import ORIGINAL
+from longctx.config.rope_config import ORIGINAL, SHARE
 from longctx.spec import parts
 
 Angles = tuple[Tensor, ...]  # cos, sin and, if queries grow, their factor
@@ -56,9 +56,7 @@ class Rope(nn.Module):
         self.frequencies = self.frequencies.to(positions.device)
         per_token = self.frequencies if own_frequencies is None else own_frequencies[..., None, :]
         angles = positions[..., None, None].double() * per_token.double()
-        cos, sin = angles.cos().float(), angles.sin().float()
-        if self.attention_factor != 1:
-            cos, sin = cos * self.attention_factor, sin * self.attention_factor
+        cos, sin = (x.float() * self.attention_factor for x in (angles.cos(), angles.sin()))
         if not self.spec.growth:
             return cos, sin
         beta, tokens = self.spec.growth
@@ -89,15 +87,17 @@ def frequencies(spec: parts.RopeSpec, length: int | None = None) -> tuple[Tensor
     kind = scaling.get("rope_type", "default")
     theta = _dynamic_base(spec, length) if kind == "dynamic" else spec.theta
     periods = theta ** (torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size)
-    if kind == "linear":
-        return (1.0 / periods).div_(scaling["factor"]), 1.0
+    plain = 1.0 / periods
+    if kind in ("linear", "proportional"):
+        rotated = int(scaling.get(SHARE, 1.0) * size // 2)
+        plain.div_(scaling.get("factor", 1.0))[rotated:] = 0
     if kind == "llama3":
-        return _llama3(1.0 / periods, scaling), 1.0
+        return _llama3(plain, scaling), 1.0
     if kind == "yarn":
         return _yarn(periods, spec)
     if kind == "longrope":
         return _longrope(periods, spec, length)
-    return 1.0 / periods, 1.0
+    return plain, 1.0
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -64,6 +64,9 @@ class GPTConfig(mixers.MixerKeys):
     heads: int = positive(4, "query heads", limit=2**20)
     kv_heads: int = positive(2, "key-value heads, for heads / kv_heads query heads", limit=2**20)
     head_dim: int | None = key(None, "head size; null: channels / heads", between=(0, 2**20))
+    full_head_dim: int | None = positive(None, "without window; null: as others", limit=2**20)
+    full_kv_heads: int | None = positive(None, "without window; null: as others", limit=2**20)
+    full_shares_kv: bool = key(False, "without window values are keys, before norm and rope")
     ffn: int = positive(384, "inner width of the MLP", limit=2**20)
     rope_theta: float = key(500000.0, "base of the rotary frequencies")
     window_rope_theta: float | None = key(None, above=0, needs="window")
@@ -75,6 +78,7 @@ class GPTConfig(mixers.MixerKeys):
     norms: str = key("pre", choices=("pre", "post", "sandwich", "mixed", "parallel", "shared"))
     norm_form: str = key("rms", choices=("rms", "layer", "centered"))
     norm_eps: float = key(1e-5, "added to the mean square or variance in norms")
+    out_factor: bool = key(False, "an untrained factor of each layer's output, as in Gemma 4")
     norm_plus_one: bool = key(False, "norms multiply by 1 + their weight, as in Gemma")
     tied: bool = key(True, "the output head is the embedding")
     qkv_bias: bool = key(False, "biases in the q, k and v projections, as in Qwen2")
@@ -83,6 +87,7 @@ class GPTConfig(mixers.MixerKeys):
     mlp_gate: bool = key(True)
     activation: str = key("silu", "of the MLP", choices=("silu", "gelu_tanh", "gelu"))
     qk_norm: str = key("none", choices=("none", "head", "whole"))
+    v_norm: bool = key(False, "RMSNorm of each head of v, without weight, as in Gemma 4")
     qk_norm_after_rope: bool = key(False, "q and k rotate before their norm", needs="qk_norm")
     attention_gate: str = key("none", choices=("none", "channel"))
     attention_scale: float | None = key(None, "score factor; null: 1 / √head size", above=0)
@@ -166,6 +171,7 @@ class GPTConfig(mixers.MixerKeys):
             self.norm("attention_out_norm", "post_attention_layernorm") if has_after else None,
             self.norm("mlp_out_norm", "post_feedforward_layernorm") if has_after else None,
             self.norms in ("parallel", "shared"),
+            Norm("out_factor", "layer_scalar", 1, 1, False, "factor") if self.out_factor else None,
         )
 
     def norm(self, name: str, folder: str) -> Norm:
@@ -175,11 +181,14 @@ class GPTConfig(mixers.MixerKeys):
 
     def _attention(self, layer: int) -> AttentionSpec:
         theta, scaling, context = self.rope_theta, self.rope_scaling, self.context
-        window = self.window_of(layer)
+        model, window = self, self.window_of(layer)
         if window is not None and self.window_rope_theta is not None:
             theta, scaling, context = self.window_rope_theta, {}, None
-        rope = RopeSpec(self.rotary_size, theta, scaling, context, tuple(self.query_growth))
-        sizes = "attention", "self_attn", self.channels, self, window, rope
+        if window is None and (self.full_head_dim or self.full_kv_heads):
+            size, kv_heads = self.full_head_dim or self.head_dim, self.full_kv_heads
+            model = replace(self, head_dim=size, kv_heads=kv_heads or self.kv_heads)
+        rope = RopeSpec(model.rotary_size, theta, scaling, context, tuple(self.query_growth))
+        sizes = "attention", "self_attn", self.channels, model, window, rope
         return mixers.layer(self.mixer_of(layer), *sizes, layer not in self.nope_layers)
 
     # A search asks thousands of steps of one model
@@ -223,11 +232,12 @@ class GPTConfig(mixers.MixerKeys):
 
     def problems(self) -> Iterator[str]:
         """Yield a message for sizes of which no model can be made."""
-        experts, rotated, growth = self.experts, self.rotary_size, self.query_growth
-        if self.heads % self.kv_heads:
-            possible = ", ".join(map(str, divisors(self.heads)))
-            heads = f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}"
-            yield f"{heads}; kv_heads can be {possible}"
+        experts, growth = self.experts, self.query_growth
+        for name in ("kv_heads", "full_kv_heads"):
+            given, possible = getattr(self, name) or 1, ", ".join(map(str, divisors(self.heads)))
+            if self.heads % given:
+                heads = f"model.heads={self.heads} is not a multiple of model.{name}={given}"
+                yield f"{heads}; {name} can be {possible}"
         # Another layer would be ignored without a word
         for name in ("nope_layers", "window_layers", "experts.dense_layers"):
             layers = attrgetter(name)(self) or []
@@ -238,10 +248,13 @@ class GPTConfig(mixers.MixerKeys):
             given = f"model.channels={self.channels}: not a multiple of model.heads={self.heads}"
             yield f"{given}; change one of them, or set model.head_dim"
         # Rotary embedding turns pairs of channels
-        if rotated < 2 or rotated % 2 or self.head_size % 2:
-            given = f"model.head_dim={self.head_size} model.rotary_share={self.rotary_share}"
-            channels = f"a head has {self.head_size} channels and {rotated} of them rotate"
-            yield f"{given}: {channels}; both must be even numbers of at least 2"
+        for size in {self.head_size, self.full_head_dim or self.head_size}:
+            rotated = int(size * self.rotary_share)
+            if rotated < 2 or rotated % 2 or size % 2:
+                given = f"model.head_dim={size} model.rotary_share={self.rotary_share}"
+                channels = f"a head has {size} channels and {rotated} of them rotate"
+                yield f"{given}: {channels}; both must be even numbers of at least 2"
+            check_scaling("model.rope_scaling", self.rope_scaling, rotated, self.context)
         count, groups, best = experts.count or 0, experts.groups, experts.top_groups
         least, allowed = experts.group_scores, count // groups * best if best <= groups else 0
         if count and (experts.per_token > allowed or count % groups or count < least * groups):
@@ -260,7 +273,6 @@ class GPTConfig(mixers.MixerKeys):
             yield f"model.{name}={value}: experts have silu, a gate, and experts.biased; leave it"
         if growth and (len(growth) != 2 or min(growth) <= 0):
             yield f"model.query_growth={growth}: two numbers above 0, [beta,n], or []"
-        check_scaling("model.rope_scaling", self.rope_scaling, rotated, self.context)
         yield from super().problems()
 
     def _embedding(self) -> int:
@@ -273,7 +285,7 @@ class GPTConfig(mixers.MixerKeys):
 
     def parameters(self) -> int:
         """Return the trainable parameters, a tied embedding once."""
-        blocks = sum(n * block.parameters for block, n in self.kinds)
+        blocks = sum(n * part.parameters for block, n in self.kinds for part in block.parts())
         last = self.norm("norm", "norm").parameters
         return self._embedding() * (1 if self.tied else 2) + blocks + last
 
@@ -352,14 +364,9 @@ class LoraConfig:
     base: str | None = key(None, choices=("nf4",), needs="rank")
 
     @property
-    def alpha(self) -> float:
-        """Return what peft calls lora_alpha."""
-        return self.scaling * (self.rank or 1)
-
-    @property
     def factor(self) -> float:
         """Return the factor of the additions."""
-        return self.alpha / math.sqrt(self.rank or 1) if self.rslora else self.scaling
+        return self.scaling * math.sqrt(self.rank or 1) if self.rslora else self.scaling
 
     def parameters(self, model: GPTConfig, of_token: bool = False) -> int:
         """Return the parameters that LoRA adds to `model`, or to one token's matrices."""

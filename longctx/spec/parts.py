@@ -134,11 +134,6 @@ class Part:
         linears = sum(x.weights + x.has_bias * x.outputs for x in self.linears)
         return linears + sum(size for _, size in self.vectors)
 
-    @cached_property
-    def multiplied(self) -> int:
-        """Number of weights that multiply each token."""
-        return sum(linear.weights * linear.active // linear.experts for linear in self.linears)
-
     def pieces(self, theirs: str, ours: str) -> Iterator[Piece]:
         """Yield its tensors: in layer `theirs` of a Hugging Face folder, in block `ours` here."""
         theirs, ours = f"{theirs}.{self.folder}", f"{ours}.{self.name}"
@@ -160,11 +155,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Norm(Part):
-    """A norm of the residual stream or of what a branch adds to it."""
+    """A norm of the residual stream or of what a branch adds to it; or a factor in its place."""
 
     eps: float
     plus_one: bool
-    form: str  # rms | layer | centered, which is a LayerNorm without bias
+    form: str  # rms | layer | centered, a LayerNorm without bias | factor: the weight, untrained
     module = "longctx.model.layers.StreamNorm"
 
     @property
@@ -207,9 +202,11 @@ class AttentionSpec(Part):
     @cached_property
     def linears(self) -> tuple[LinearSpec, ...]:
         q, kv, C = self.query_size, self.key_size, self.size
-        projections = ("q_proj", "k_proj", "v_proj")
+        # A layer whose values are its keys has two
+        kinds = 2 if self.model.full_shares_kv and self.window is None else 3
+        projections = ("q_proj", "k_proj", "v_proj")[:kinds], (q, kv, kv)[:kinds]
         linears = (
-            LinearSpec("qkv", projections, (q, kv, kv), C, self.model.qkv_bias),
+            LinearSpec("qkv", *projections, C, self.model.qkv_bias),
             LinearSpec("out", ("o_proj",), (C,), q, self.model.out_bias, into_residual=True),
             LinearSpec("gate", ("gate_proj",), (self.gate_size,), C, has_bias=False),
         )
@@ -313,6 +310,7 @@ class BlockSpec:
     attention_out_norm: Norm | None = None
     mlp_out_norm: Norm | None = None
     is_parallel: bool = False
+    out_factor: Norm | None = None  # of the sum of the residual stream and both
 
     @property
     def shares_norm(self) -> bool:
@@ -322,7 +320,7 @@ class BlockSpec:
     def parts(self) -> tuple[Part, ...]:
         """Return the parts in the order in which they compute."""
         of_attention = self.attention_norm, self.attention, self.attention_out_norm
-        of_mlp = self.mlp_norm, self.mlp, self.mlp_out_norm
+        of_mlp = self.mlp_norm, self.mlp, self.mlp_out_norm, self.out_factor
         return tuple(part for part in (*of_attention, *of_mlp) if part is not None)
 
     @cached_property
@@ -338,11 +336,6 @@ class BlockSpec:
         return sum(linear.weights for linear in self.linears.values())
 
     @cached_property
-    def parameters(self) -> int:
-        """Number of its parameters."""
-        return sum(part.parameters for part in self.parts())
-
-    @cached_property
     def multiplied(self) -> int:
         """Weights that multiply each token."""
-        return sum(part.multiplied for part in self.parts())
+        return sum(x.weights * x.active // x.experts for x in self.linears.values())

@@ -10,8 +10,6 @@ import torch
 from transformers import (
     LlamaConfig,
     PreTrainedConfig,
-    Qwen2Config,
-    Qwen3_5TextConfig,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -27,24 +25,15 @@ from tests.inputs import DEVICE, check_decoding
 
 LENGTHS = (1, 13, 61)  # of the prompts of a batch; the last text grows beyond the 64 positions
 NEW = 19
-# Layers without positions, parallel ones, with windows: a configuration whose texts vary
+# Layers without positions, parallel ones, with windows or a state: a configuration whose texts vary
 KINDS = {"smollm3": 5, "gpt_neox": 8, "starcoder2": 6, "cohere2": 4, "mistral4": 0}
+KINDS |= {"qwen2": 3, "qwen3_5_text": 1, "gemma4_text": 0}
 GROUPED: dict[str, Any] = {**SIZES, "num_key_value_heads": 2}
 
 
 MODELS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**GROUPED, tie_word_embeddings=True),
-    "qwen2, biases and half windowed": Qwen2Config(
-        **GROUPED, use_sliding_window=True, sliding_window=11, max_window_layers=1
-    ),
     **{x: family_tests(x)().config(n, tie_word_embeddings=False) for x, n in KINDS.items()},
-    "qwen3_5, layers with a state": Qwen3_5TextConfig(
-        # A dictionary of its own: transformers would write into that of all others
-        **GROUPED | {"rope_parameters": {**SIZES["rope_parameters"], "partial_rotary_factor": 0.5}},
-        **{"head_dim": 8, "full_attention_interval": 2},
-        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
-        **{"linear_key_head_dim": 6, "linear_value_head_dim": 8},
-    ),
     **{
         name: LlamaConfig(**GROUPED | {"rope_parameters": {"rope_theta": 5000.0} | rope})
         for name, rope in ROPES.items()

@@ -47,7 +47,7 @@ def make(config: GPTConfig, attention: str = "flash", memory: str = "fast") -> G
     for name, p in model.named_parameters():
         if "norm" in name:
             torch.nn.init.normal_(p, mean=1.0, std=0.2)
-        if any(part in name for part in ("sinks", "correction", ".bias")):
+        if any(part in name for part in ("sinks", "correction", ".bias", "factor")):
             torch.nn.init.normal_(p, std=0.5)
     return model
 
@@ -81,7 +81,7 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
         x = x if c.norm_form == "rms" else x - x.mean(-1, keepdim=True)
         return rms(x, of[f"{name}.weight"]) + of.get(f"{name}.bias", 0)
 
-    T, D = len(tokens), c.head_size
+    T = len(tokens)
     place = torch.arange(T)
     positions = place - (documents[:, None] > documents).sum(1)
     x = w["embed.weight"][tokens] * c.multipliers.embedding
@@ -89,15 +89,17 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
         of = {name.removeprefix(f"blocks.{n}."): p for name, p in w.items()}
         before, normed = x, norm(x, of, "attention_norm")
         qkv = normed @ of["attention.qkv.weight"].T
-        widths = c.heads * D, c.kv_heads * D, c.kv_heads * D
-        q, k, v = (
-            t if c.qk_norm == "whole" else t.view(T, -1, D) for t in qkv.split(widths, dim=1)
-        )
+        window = c.window_of(n)
+        D = (window is None and c.full_head_dim) or c.head_size
+        kv = (window is None and c.full_kv_heads) or c.kv_heads
+        widths = (c.heads * D, kv * D, kv * D)[: 2 if c.full_shares_kv and window is None else 3]
+        parts = [t if c.qk_norm == "whole" else t.view(T, -1, D) for t in qkv.split(widths, dim=1)]
+        q, k, v = *parts[:2], parts[-1]
         weights = [of.get(f"attention.{s}_norm.weight") for s in ("q", "k")]
         if c.qk_norm != "none" and not c.qk_norm_after_rope:
             q, k = (rms(t, weight) for t, weight in zip((q, k), weights, strict=True))
         q, k, v = (t.reshape(T, -1, D) for t in (q, k, v))
-        window = c.window_of(n)
+        v = rms(v, 1) if c.v_norm else v
         theta = (window and c.window_rope_theta) or c.rope_theta
         q, k = (rotated(t, positions, theta, int(D * c.rotary_share)) for t in (q, k))
         if c.qk_norm_after_rope:
@@ -105,7 +107,7 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
         if c.query_growth:
             beta, each = c.query_growth
             q = q * (1 + beta * (1 + positions // each).log())[:, None, None]
-        k, v = (t.repeat_interleave(c.heads // c.kv_heads, dim=1) for t in (k, v))
+        k, v = (t.repeat_interleave(c.heads // kv, dim=1) for t in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) * (c.attention_scale or D**-0.5)
         if cap := c.softcap:
             scores = cap * torch.tanh(scores / cap)
@@ -132,7 +134,7 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
             inner = ACTIVATIONS[c.activation](gate) * up
             branch = inner @ of["mlp.down.weight"].T + of.get("mlp.down.bias", 0)
         branch = norm(branch, of, "mlp_out_norm")
-        x = x + branch * c.multipliers.residual
+        x = (x + branch * c.multipliers.residual) * of.get("out_factor.weight", 1)
     z = norm(x, w, "norm") @ w["embed.weight"].T * c.multipliers.logits
     cap = c.multipliers.logit_softcap
     return z if cap is None else cap * torch.tanh(z / cap)

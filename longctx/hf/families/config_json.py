@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx import untrusted
-from longctx.config.rope_config import ORIGINAL, is_number
+from longctx.config.rope_config import ORIGINAL, SHARE, is_number
 
 TABLES = tomllib.loads((Path(__file__).parent / "families.toml").read_text(encoding="utf-8"))
 WRAPPERS: dict[str, str] = TABLES.pop("wrappers")
@@ -101,7 +101,8 @@ class ConfigJson(dict[str, Any]):
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":
             return theta, {}
-        not_scaling = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
+        is_share = kind != "proportional"  # which has it among its own keys
+        not_scaling = ("type", "rope_type", "rope_theta", *[SHARE] * is_share)
         scaling = {"rope_type": kind} | {
             key: value
             for key, value in rope.items()
@@ -119,10 +120,11 @@ class ConfigJson(dict[str, Any]):
     def rotary_share(self, is_covered: bool) -> float:
         """The share of a head's channels that rotate; all, unless `is_covered`."""
         place, rope = self.rope_key, self.get(self.rope_key) or {}
-        name = "partial_rotary_factor"
-        value, shown = self.get(name), name
-        if rope.get(name) is not None:
-            value, shown = rope[name], f"{place}.{name}"
+        value, shown = self.get(SHARE), SHARE
+        if rope.get("rope_type") == "proportional":
+            return 1.0
+        if rope.get(SHARE) is not None:
+            value, shown = rope[SHARE], f"{place}.{SHARE}"
         if not is_covered:
             self.refuse_unless(shown, value, (1.0, None))
         return self._number(shown, value, 1.0)

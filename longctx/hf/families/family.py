@@ -38,41 +38,8 @@ BEHIND = {"num_nextn_predict_layers", "num_mtp_layers"}  # layers that `further`
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type` of transformers; the methods hold for a model like Llama.
-
-    class_name: its class in transformers is <class_name>ForCausalLM.
-    code: the class here, by its module.
-    fixed: keys of GPTConfig that have one value in all models of this family.
-    sizes: whole numbers: key of config.json → key of GPTConfig.
-    numbers: above 0: key of config.json → key of GPTConfig, the value of a missing one (without, it
-        is none), and, if ours is another number, its name among FUNCTIONS.
-    flags: key of config.json, true or false → keys of GPTConfig that all have its value.
-    choices: key of config.json → key of GPTConfig, and its value for each text.
-    aliases: another name that transformers reads too → key of config.json, a whole number.
-    full_every: without layer_types every n-th layer has no window: n, or its key of config.json.
-    full_nope: "always", or "with sliding_window": layers without a window have no positions then.
-    thetas: base of the rotary frequencies in full layers, and in those with a window.
-    dense: keys of config.json: the number of layers without experts, which are the first, or
-        "dense" for each. The first key counts that is there; by default it is one layer.
-    computed: ends of names of tensors that older files have, which are made anew.
-    further: what its folders have to predict further tokens, and is left out: "mtp", tensors of
-        that name, or "layers" behind the last one.
-    keys: other keys of config.json that it reads.
-    harmless: keys of config.json that its class in transformers ignores.
-    covered: keys of config.json → the values that they may have, beside null.
-    parts: part of a block → its name in layers.
-    names: words of our tensors' names → this family's, replaced in this order; tensors of one name
-        are joined by rows.
-    alike: word in names of tensors → transformers' own, which folders may have too.
-    defaults: values of transformers for keys that config.json lacks.
-    rope: rope_parameters of transformers, if config.json has none.
-    rope_types: kinds of rope in its class; none: all.
-    experts: tensor of an expert → its name in layers, with {} for its number; without, experts have
-        one tensor, and gate and up, too.
-    turned: those tensors have rows as columns, the ones of gate and up by turns.
-    mixers: of layers with another word than full_attention in layer_types, and of the others.
-    options: key of config.json → option of the first of them, in their order.
-    shared: keys of config.json: the width of all shared experts, and that of one of the others.
+    """One `model_type` of transformers; the methods hold for a model like Llama. The head of
+    families.toml describes the fields.
     """
 
     model_type: str
@@ -325,7 +292,7 @@ class TwoRopes(Family):
     """A family with rope_parameters for each kind of layer; those of windows are not scaled."""
 
     def read(self, source: ConfigJson) -> GPTConfig:
-        kinds = source.get("rope_parameters") or {}
+        kinds = source.get("rope_parameters") or self.rope
         if not isinstance(kinds, dict) or not kinds.keys() <= {FULL, WINDOWED}:
             shown = json.dumps(kinds)[:80]
             raise source.error(f"rope_parameters={shown} must have {FULL} and {WINDOWED}")

@@ -14,7 +14,7 @@ from typing import Any
 from longctx import untrusted
 from longctx.config.rope_config import KEYS, ORIGINAL
 from longctx.hf.families.config_json import QWEN2_SPLIT, ConfigJson
-from longctx.hf.families.family import Family
+from longctx.hf.families.family import Family, TwoRopes
 from longctx.hf.families.folds import Interleaved
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Piece
@@ -47,6 +47,9 @@ class HunYuanDenseV1(Family):
         return super().read(source)
 
 
+# Keys of layers without a window in Gemma 4 → those of GPTConfig
+HEADS = {"head_dim": "full_head_dim", "num_key_value_heads": "full_kv_heads"}
+GLOBAL_HEADS = "num_global_key_value_heads"
 BETA = "llama_4_scaling_beta"
 
 
@@ -157,6 +160,31 @@ class Qwen3Moe(BalancedExperts):
 
     def write_new(self, config: GPTConfig) -> dict[str, Any]:
         return super().write_new(config) | {"mlp_only_layers": config.experts.dense_layers}
+
+
+class Gemma4(TwoRopes):
+    """Layers without a window have heads of their own; the last layer is one."""
+
+    def read_windowed(self, source: ConfigJson, layers: int) -> list[int]:
+        return [n for n in super().read_windowed(source, layers) if n < layers - 1]
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        windowed = self.read_windowed(source, layers)
+        own = {"head_dim": source.size("global_head_dim")}
+        if source.flag("attention_k_eq_v") and source.get(GLOBAL_HEADS) is not None:
+            own["num_key_value_heads"] = source.size(GLOBAL_HEADS)
+        if "per_layer_config" in source:  # of the others transformers makes it
+            given = source["per_layer_config"] or {}
+            own = next(iter(given.values()), {})
+            each = {str(n): own for n in range(layers) if n not in windowed} if own else {}
+            source.refuse_unless("per_layer_config", given, (each,))
+        others = sorted(own.keys() - HEADS.keys())
+        source.refuse_unless("per_layer_config", others, ([],))
+        return {HEADS[key]: value for key, value in own.items()}
+
+    def write_rope(self, config: GPTConfig) -> dict[str, Any]:
+        # transformers would take older keys for the parameters of each kind
+        return {"rope_parameters": super().write_rope(config)["rope_parameters"]}
 
 
 class GptOss(BalancedExperts):

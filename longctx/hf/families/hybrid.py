@@ -14,6 +14,7 @@ from dataclasses import replace
 from math import inf, nextafter
 from typing import Any
 
+from longctx.config.rope_config import SHARE
 from longctx.hf.families.config_json import ConfigJson
 from longctx.hf.families.family import FULL, PARTS, Family
 from longctx.hf.families.features import BalancedExperts, Ministral3, Qwen3Moe
@@ -22,7 +23,6 @@ from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Piece
 
 RECURRENT = "linear_attention"
-SHARE = "partial_rotary_factor"
 
 
 class HybridFamily(Family):

@@ -9,20 +9,20 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, MinistralConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, MinistralConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from longctx.config.rope_config import RopeConfig
 from longctx.hf.export import export, export_adapter
+from longctx.hf.families import write_config
 from longctx.hf.model_folder import pretrained, read_config
 from longctx.model import lora
+from longctx.model.context_extension import extended
 from longctx.spec.model_config import LORA_TARGETS, GPTConfig, LoraConfig
-from tests.hf.families.parity import OLD, SMALL, check_computation, reference, write_tokenizer
+from tests.hf.families.parity import SMALL, check_computation, reference, write_tokenizer
 from tests.hf.families.test_families import family_tests
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
-PLAIN = {"rope_type": "default", "rope_theta": 300.0}
-YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, OLD: 32}
-WITHOUT_ROPE = {key: value for key, value in SMALL.items() if key != "rope_parameters"}
 
 
 def read(folder: Path, content: dict[str, Any]) -> GPTConfig:
@@ -75,22 +75,29 @@ def test_experts_are_balanced_only_with_output_router_logits(kind, tmp_path):
 def test_older_files_name_two_ropes_otherwise(tmp_path):
     older = {"rope_theta": 5000.0, "rope_local_base_freq": 300.0, "sliding_window": 9}
     older |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 2}
-    config = read(tmp_path, WITHOUT_ROPE | older | {"model_type": "gemma3_text"})
+    config = read(tmp_path, SMALL | older | {"model_type": "gemma3_text", "rope_parameters": None})
     assert (config.rope_theta, config.window_rope_theta) == (5000.0, 300.0)
     assert config.rope_scaling == {"rope_type": "linear", "factor": 8.0}
     assert config.window_layers == [0, 2]
 
 
+def test_stretched_positions_of_gemma_4_open_in_transformers(tmp_path):
+    family = family_tests("gemma4_text")
+    config = read(tmp_path, family().content() | {"rope_parameters": None})
+    stretched, _ = extended(config, RopeConfig("auto"), 128)
+    opened = family.config_class.from_dict(write_config(stretched, 128))
+    rotated = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "factor": 2.0}
+    assert opened.rope_parameters[FULL] == rotated | {"rope_theta": 1000000.0}
+
+
 def test_norms_of_16_bits_are_those_of_transformers(tmp_path):
     """Gemma's 1 + w is not rounded, also of weights that fully_shard gathers in bf16."""
-    ropes = {FULL: YARN, WINDOWED: PLAIN}
-    config = Gemma3TextConfig(**deepcopy(SMALL) | {"rope_parameters": ropes}, head_dim=8)
-    theirs = reference(config).bfloat16()
+    theirs = reference(family_tests("gemma3_text")().config(0)).bfloat16()
     theirs.save_pretrained(tmp_path / "in")
     write_tokenizer(tmp_path / "in")
     model = pretrained(tmp_path / "in")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    x = torch.randn(5, config.hidden_size).bfloat16()
+    x = torch.randn(5, theirs.config.hidden_size).bfloat16()
     assert torch.equal(model.norm(x), theirs.model.norm(x))
     export(model, tmp_path / "in", tmp_path / "out")
     before, after = (load_file(tmp_path / x / "model.safetensors") for x in ("in", "out"))
@@ -157,7 +164,7 @@ def test_layers_that_predict_further_are_left_out(tmp_path):
         ("granitemoeshared", ["qkv", "gate_up", "down"]),
         *((x, ["qkv", "out", "gate_up", "down"]) for x in ("deepseek_v3", "mistral4")),
         ("kimi_linear", ["out", "gate_up", "decay_in", "kv_up"]),
-        *((kind, [*LORA_TARGETS]) for kind in ("gpt_neox", "starcoder2", "cohere2")),
+        *((kind, [*LORA_TARGETS]) for kind in ("gpt_neox", "starcoder2", "cohere2", "gemma4_text")),
     ],
 )
 def test_adapters_compute_the_same_in_peft(kind, targets, tmp_path):

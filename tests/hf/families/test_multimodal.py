@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Gemma3Config,
+    Gemma4Config,
     Mistral3Config,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
@@ -18,47 +19,47 @@ from transformers import (
 from longctx.attention import Mask
 from longctx.hf.export import export
 from longctx.hf.model_folder import pretrained
-from tests.hf.families.parity import SIZES, SPECIAL, write_tokenizer
+from tests.hf.families.parity import write_tokenizer
 from tests.hf.families.test_families import family_tests
 
-TEXT = {**SIZES, **SPECIAL, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 9}
-TEXT["num_hidden_layers"] = 3
-del TEXT["rope_parameters"]
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "patch_size": 14}
 VISION |= {"num_attention_heads": 2, "image_size": 28}
 
 
-def mistral3(**text: Any) -> Mistral3Config:
+def text(kind: str) -> dict[str, Any]:
+    """Return a random text_config."""
+    keys = {"tie_word_embeddings": kind.startswith("gemma"), "pad_token_id": 0}
+    return dict(family_tests(kind)().config(0, **keys).to_dict())
+
+
+def mistral3(kind: str) -> Mistral3Config:
     vision = {"model_type": "pixtral", "head_dim": 8, **VISION}
     more = {"image_token_index": 300, "tie_word_embeddings": False}
-    return Mistral3Config(
-        text_config=TEXT | {"tie_word_embeddings": False} | text, vision_config=vision, **more
-    )
+    return Mistral3Config(text_config=text(kind), vision_config=vision, **more)
 
 
-GROWTH = {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16}
-ROPE = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, **GROWTH}
-MISTRAL4 = family_tests("mistral4")().config(0, tie_word_embeddings=False).to_dict()
-HYBRID = {key: x for key, x in TEXT.items() if key != "sliding_window"}
-HYBRID |= {"head_dim": 16, "linear_key_head_dim": 6, "linear_value_head_dim": 8}
-HYBRID |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "full_attention_interval": 2}
-EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-EXPERTS |= {"shared_expert_intermediate_size": 16}
-SEEN = {"vision_config": VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 48}}
-SEEN |= {"image_token_id": 300, "video_token_id": 299}
-SEEN |= {"vision_start_token_id": 298, "vision_end_token_id": 297}
+def qwen(wrapper: Any, kind: str) -> Any:
+    vision = VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": text(kind)["hidden_size"]}
+    ids = {"image_token_id": 300, "video_token_id": 299}
+    ids |= {"vision_start_token_id": 298, "vision_end_token_id": 297}
+    return wrapper(text_config=text(kind), vision_config=vision, **ids)
+
+
 CONFIGS = {
     "gemma3": Gemma3Config(
-        text_config=TEXT,
+        text_config=text("gemma3_text") | {"final_logit_softcapping": None},
         vision_config={"model_type": "siglip_vision_model", **VISION},
         **{"mm_tokens_per_image": 4, "image_token_index": 300},
         **{"boi_token_index": 298, "eoi_token_index": 299},
     ),
-    "mistral3": mistral3(model_type="mistral"),
-    "ministral3": mistral3(model_type="ministral3", rope_parameters=ROPE),
-    "mistral4": mistral3(**MISTRAL4, sliding_window=None),
-    "qwen3_5": Qwen3_5Config(text_config=HYBRID, **SEEN),
-    "qwen3_5_moe": Qwen3_5MoeConfig(text_config=HYBRID | EXPERTS, **SEEN),
+    "gemma4": Gemma4Config(
+        text_config=text("gemma4_text"),
+        vision_config=VISION | {"head_dim": 8, "global_head_dim": 8, "num_key_value_heads": 2},
+        **{"image_token_id": 300, "video_token_id": 299, "audio_token_id": 296},
+    ),
+    **{kind: mistral3(kind) for kind in ("mistral", "ministral3", "mistral4")},
+    "qwen3_5": qwen(Qwen3_5Config, "qwen3_5_text"),
+    "qwen3_5_moe": qwen(Qwen3_5MoeConfig, "qwen3_5_moe_text"),
 }
 
 
