@@ -81,8 +81,7 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
         x = x if c.norm_form == "rms" else x - x.mean(-1, keepdim=True)
         return rms(x, of[f"{name}.weight"]) + of.get(f"{name}.bias", 0)
 
-    T = len(tokens)
-    place = torch.arange(T)
+    T, place = len(tokens), torch.arange(len(tokens))
     positions = place - (documents[:, None] > documents).sum(1)
     x = w["embed.weight"][tokens] * c.multipliers.embedding
     for n in range(c.layers):

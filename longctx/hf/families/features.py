@@ -170,17 +170,17 @@ class Gemma4(TwoRopes):
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         windowed = self.read_windowed(source, layers)
-        own = {"head_dim": source.size("global_head_dim")}
+        own_heads = {"head_dim": source.size("global_head_dim")}
         if source.flag("attention_k_eq_v") and source.get(GLOBAL_HEADS) is not None:
-            own["num_key_value_heads"] = source.size(GLOBAL_HEADS)
+            own_heads["num_key_value_heads"] = source.size(GLOBAL_HEADS)
         if "per_layer_config" in source:  # of the others transformers makes it
-            given = source["per_layer_config"] or {}
-            own = next(iter(given.values()), {})
-            each = {str(n): own for n in range(layers) if n not in windowed} if own else {}
-            source.refuse_unless("per_layer_config", given, (each,))
-        others = sorted(own.keys() - HEADS.keys())
+            per_layer = source["per_layer_config"] or {}
+            own_heads = next(iter(per_layer.values()), {})
+            each = {str(n): own_heads for n in range(layers) if own_heads and n not in windowed}
+            source.refuse_unless("per_layer_config", per_layer, (each,))
+        others = sorted(own_heads.keys() - HEADS.keys())
         source.refuse_unless("per_layer_config", others, ([],))
-        return {HEADS[key]: value for key, value in own.items()}
+        return {HEADS[key]: value for key, value in own_heads.items()}
 
     def write_rope(self, config: GPTConfig) -> dict[str, Any]:
         # transformers would take older keys for the parameters of each kind

@@ -195,11 +195,11 @@ class Mistral4(Latent, Ministral3):
         source = source.with_keys(**self.defaults | source)
         rotary = source.size("qk_rope_head_dim")
         size, place = rotary + source.size("qk_nope_head_dim"), source.rope_key
-        rope = dict(source.get(place) or self.rope)
-        channels = int(size * rope.pop(SHARE, rotary / size))
+        parameters = dict(source.get(place) or self.rope)
+        channels = int(size * parameters.pop(SHARE, rotary / size))
         source.refuse_unless(f"qk_head_dim · {place}.{SHARE}", channels, (rotary,))
         source.refuse_unless("head_dim", source.get("head_dim"), (size, None))
-        return super().read(source.with_keys(**{place: rope, "head_dim": None}))
+        return super().read(source.with_keys(**{place: parameters, "head_dim": None}))
 
     def beside(self, config: GPTConfig) -> dict[str, Any]:
         channels = config.rotary_size + config.head_size
