@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from longctx.data import DataConfig, load
+from longctx.data import DataConfig, Tokenizer, load
 from tests.data.conftest import check_refused, prose
 from tests.data.test_chat import TALK, chats
+from tests.evaluation.test_load import with_begin
 
 Make = Callable[..., DataConfig]
 
@@ -70,7 +71,11 @@ def test_validation_is_trained_on_in_no_source(text_config, tmp_path, needles):
         assert any(line in generated for line in lines) == are_there
 
 
-def test_cut_prompts_fill_no_more_than_a_sequence(text_config, folder):
+@pytest.mark.parametrize("begins", [False, True])
+def test_cut_prompts_fill_no_more_than_a_sequence(text_config, folder, begins):
+    """Begin-of-text, the end of the prompt and the answer stay of each side."""
+    if begins:
+        with_begin(Tokenizer.load(folder)).save(folder / "tokenizer.json")
     rows = [{"prompt": "a rose " * 99, "chosen": f"{n}", "rejected": f"{n}!"} for n in range(9)]
     pairs = {"path": chats(folder, *rows).path}
     values = {"preferences": "pairs", "tokenizer": str(folder), "path": None}
@@ -78,6 +83,14 @@ def test_cut_prompts_fill_no_more_than_a_sequence(text_config, folder):
     summary = data.summary()
     assert summary["prompts_cut"] == 18
     assert summary["train_efficiency"] == summary["mix"]["a"]["train_efficiency"] <= 1
+    begin, end = data.tokenizer.begin, data.tokenizer.eos_id
+    for sequence in data.parts["a"].sequences("train"):
+        row = rows[int(sequence["documents"])]
+        for side, name in enumerate(("chosen", "rejected")):
+            ids = sequence["tokens"][sequence["doc_ids"] == side].tolist()
+            assert ids[: len(begin)] == begin and ids[-1] == end and len(ids) > 20
+            text = data.tokenizer.decode(ids[len(begin) : -1])
+            assert (row["prompt"] + row[name]).endswith(text)
 
 
 def test_conversations_are_mixed_with_text(text_config, folder, corpus):

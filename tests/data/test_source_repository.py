@@ -18,6 +18,7 @@ FILES = {
     "src/app/a.py": "import os, app.deep.z as z  # of b\nfrom . import (\n    b,\n    c\n)\n",
     "src/app/b.py": "def b():\n    import app.c  # X\n",
     "src/app/c.py": "from ..app.deep import z\nfrom app import a\nX = 1\n",
+    "src/app/deep/of_z.py": "from .z import text\n",
     "src/app/deep/z.py": "text = 'import app.a'\n",
     "src/app/deep/__init__.py": "",
 }
@@ -56,10 +57,9 @@ def test_a_file_follows_those_that_it_imports(config):
     names, _ = order_of(config)
     assert sorted(names) == sorted(FILES)
     # a imports b and c, b imports c, and c imports a, a circle, of which a is the first
-    a, b, c, z, deep = (
-        names.index(f"src/app/{x}.py") for x in ("a", "b", "c", "deep/z", "deep/__init__")
-    )
-    assert z < a < c < b and deep < c
+    files = ("a", "b", "c", "deep/z", "deep/of_z", "deep/__init__")
+    a, b, c, z, of_z, deep = (names.index(f"src/app/{x}.py") for x in files)
+    assert z < a < c < b and deep < c and z < of_z
 
 
 def test_what_is_no_text_is_counted(config, clone):
