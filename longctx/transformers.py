@@ -40,10 +40,8 @@ from longctx.config.fields import refuse
 NAME = "longctx"
 BACKENDS = {NAME: "flash"} | {f"{NAME}_{name}": name for name in registered()}
 # Arguments of layers that would change the result, or ask for another
-UNKNOWN = (
-    *("position_bias", "indices", "block_indices", "sinks", "head_mask", "cache"),
-    "output_attentions",
-)
+UNKNOWN = ["position_bias", "indices", "block_indices", "sinks", "head_mask", "cache"]
+UNKNOWN += ["output_attentions"]
 PADDING_INSIDE = "attention_mask has padding inside a text; move it to an end"
 # model_types whose packed documents `check` let pass, of small models with random weights
 TRIED = frozenset((Path(__file__).parent / "hf" / "tried.txt").read_text().split())
@@ -117,14 +115,10 @@ def attend(
     """Attention as transformers calls it: query (B, H, T, D), key and value (B, Hkv, Tk, D or less)
     → (B, T, H, width of value). Raises ValueError for what would silently be left out.
     """
-    refuse(
-        (dropout, f"attention_dropout={dropout}: longctx has none; set it to 0"),
-        *(
-            (others.get(name) is not None, f"{name}: longctx has none; use another attention")
-            for name in UNKNOWN
-            if others.get(name) is not False
-        ),
-    )
+    refuse((dropout, f"attention_dropout={dropout}: longctx has none; set it to 0"))
+    for name in UNKNOWN:
+        is_given = others.get(name) is not None and others[name] is not False
+        refuse((is_given, f"{name}: longctx has none; use another attention"))
     # a layer that passes None has no window, whatever its module says
     window = others.get("sliding_window", getattr(module, "sliding_window", None))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -142,22 +136,13 @@ def attend(
         out = documents.attend(q, k, v, mask, Scores(scaling, softcap, sinks))
         return out[..., :width].contiguous(), None
     shape = None if attention_mask is None else tuple(attention_mask.shape)
-    if shape and len(shape) != 2:
-        raise ValueError(
-            f"attention_mask of shape {shape}: give (B, T), which leaves out padding; documents "
-            "come from position_ids"
-        )
+    wanted = "give (B, T), which leaves out padding; documents come from position_ids"
+    refuse((shape and len(shape) != 2, f"attention_mask of shape {shape}: {wanted}"))
+    is_other = not is_causal or not getattr(config, "is_causal", True)
+    refuse((is_other, "this attention is not causal, and longctx's is: use another attention"))
     chunk = getattr(config, "attention_chunk_size", None) or k.shape[1]
-    refuse(
-        (
-            not is_causal or not getattr(config, "is_causal", True),
-            "this attention is not causal, and longctx's is: use another attention",
-        ),
-        (
-            k.shape[1] > chunk,
-            f"attention_chunk_size={chunk}: longctx has no chunks; give at most {chunk} tokens",
-        ),
-    )
+    problem = f"longctx has no chunks; give at most {chunk} tokens"
+    refuse((k.shape[1] > chunk, f"attention_chunk_size={chunk}: {problem}"))
     mask = mask_of(config, q, k.shape[1], window, attention_mask, others)
     out = attention(q, k, v, mask, backend=backend, scale=scaling, sinks=sinks, softcap=softcap)
     return out[..., :width].contiguous(), None
@@ -224,11 +209,10 @@ def vouch(config: Any) -> None:
 def refuse_untried(config: Any) -> None:
     """Raise ValueError unless packed documents are right in models of this `config`."""
     kind = getattr(config, "model_type", None)
-    if kind not in TRIED and _checked.get(id(config)) is not config:
-        raise ValueError(
-            f"model_type={kind}: packed documents were not tried with it; "
-            "longctx.transformers.check(model) tries them, and then lets them pass"
-        )
+    is_untried = kind not in TRIED and _checked.get(id(config)) is not config
+    remedy = "longctx.transformers.check(model) tries them, and then lets them pass"
+    problem = f"model_type={kind}: packed documents were not tried with it; {remedy}"
+    refuse((is_untried, problem))
 
 
 def document_numbers(
@@ -302,18 +286,11 @@ def padding_alone(
     is_changed, is_packed = traits_of(mask_function)
     if is_packed:  # Models may ask for a mask and have another attention than ours
         refuse_untried(sizes.get("config"))
-    refuse(
-        (
-            is_changed,
-            "this model changes its causal mask, as for images or prefixes, and longctx does not: "
-            "use another attention",
-        ),
-        (
-            int(begin) + queries != sizes["kv_offset"] + sizes["kv_length"],
-            "cache_implementation: longctx cannot read a static cache, which is longer than its "
-            "text; use a dynamic one",
-        ),
-    )
+    problem = "this model changes its causal mask, as for images or prefixes, and longctx does not"
+    refuse((is_changed, f"{problem}: use another attention"))
+    is_static = int(begin) + queries != sizes["kv_offset"] + sizes["kv_length"]
+    problem = "longctx cannot read a static cache, which is longer than its text; use a dynamic one"
+    refuse((is_static, f"cache_implementation: {problem}"))
     if attention_mask is None:
         return None
     shape = tuple(attention_mask.shape)
@@ -380,18 +357,11 @@ def refuse_broken_kernels(config: Any, tokens: int = 0) -> None:
     has_mamba = "mamba" in config.model_type or any(key.startswith("mamba") for key in keys)
     on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     old = "linear_attention" in kinds and version_of("fla-core", "0.6") < Version("0.6")
-    refuse(
-        (
-            on_hopper and old,
-            "fla-core before 0.6.0: its gradients are wrong on Hopper GPUs; "
-            "pip install 'fla-core>=0.6.0', or leave it out",
-        ),
-        (
-            has_mamba and tokens > MAMBA_TOKENS and version_of("mamba-ssm", "0") > Version("0"),
-            f"mamba-ssm: its kernels overflow beyond {MAMBA_TOKENS:,} tokens, and a sequence has "
-            f"{tokens:,}; give shorter ones, or leave mamba-ssm out",
-        ),
-    )
+    problem = "fla-core before 0.6.0: its gradients are wrong on Hopper GPUs"
+    refuse((on_hopper and old, f"{problem}; pip install 'fla-core>=0.6.0', or leave it out"))
+    overflows = has_mamba and tokens > MAMBA_TOKENS and version_of("mamba-ssm", "0") > Version("0")
+    problem = f"mamba-ssm: its kernels overflow beyond {MAMBA_TOKENS:,} tokens, and a sequence has"
+    refuse((overflows, f"{problem} {tokens:,}; give shorter ones, or leave mamba-ssm out"))
 
 
 def version_of(package: str, absent: str) -> Version:
@@ -483,10 +453,8 @@ def differences(
     is_right_alone = relative(ours[:, : lengths[0]], theirs[0]) <= allowed
     alone = "packed documents are not supported, one document a sequence is right"
     remedy = alone if is_right_alone else "longctx does not support its layers"
-    return (
-        "logits differ from those of transformers' own attention by "
-        f"{off:.2%}, {allowed:.2%} is allowed; {remedy}"
-    ), is_right_alone
+    problem = f"logits differ from those of transformers' own attention by {off:.2%}"
+    return f"{problem}, {allowed:.2%} is allowed; {remedy}", is_right_alone
 
 
 def relative(x: Tensor, y: Tensor) -> float:

@@ -78,9 +78,8 @@ def export(
                     text = untrusted.read_text(tokenizers / name, limit, within=tokenizers)
                     (folder / name).write_text(text, encoding="utf-8")
     except (OSError, SafetensorError) as error:
-        raise OSError(
-            f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}"
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(f"{out}: cannot be written: {reason}") from error
 
 
 def check_out(out: Path) -> None:
@@ -110,11 +109,9 @@ def run(file: Path, out: Path, precision: str | None, shard_gb: float, adapter: 
         seq_len, described = int(saved["seq_len"]), GPTConfig.of_saved(saved["model"])
         refuse((seq_len < 1, f"seq_len={seq_len}"))
         model, added, config = adapted_model(file, checkpoint, described)
-    if variant := plugins.attention_of(saved, file).variant:
-        raise ValueError(
-            f"{file}: it was trained with {variant}, which config.json "
-            "cannot describe: others would compute plain softmax; generate and evaluate it here"
-        )
+    variant = plugins.attention_of(saved, file).variant
+    given = f"{file}: it was trained with {variant}, which config.json cannot describe"
+    refuse((variant, f"{given}: others would compute softmax; generate and evaluate it here"))
     if adapter:
         run_adapter(model, file, config, added, seq_len, out)
         return
@@ -177,9 +174,8 @@ def stack(model: GPT, weights: Mapping[str, Any], config: LoraConfig) -> None:
             a, b = weights[f"{name}.lora_a"][:], weights[f"{name}.lora_b"][:]
         both = [matrix.unflatten(0, (layer.experts, -1)) for matrix in (layer.lora_a, a)]
         layer.lora_a = nn.Parameter(torch.cat(both, dim=1).flatten(0, 1))
-        layer.lora_b = nn.Parameter(
-            torch.cat([layer.lora_b * layer.scale, b * config.factor], dim=1)
-        )
+        b = torch.cat([layer.lora_b * layer.scale, b * config.factor], dim=1)
+        layer.lora_b = nn.Parameter(b)
         layer.scale = 1.0
 
 
@@ -192,11 +188,8 @@ def run_adapter(
         raise ValueError(f"adapter=true: {file} was trained without lora.rank; leave adapter out")
     init = str(config.get("init"))
     folder, opened_with = hub_snapshot.folder(init, "init"), None
-    if run_folder.is_run(folder):
-        raise ValueError(
-            f"adapter=true: init={init} is of a run, and peft opens Hugging Face folders only; "
-            "leave adapter out, which writes the merged model"
-        )
+    given = f"adapter=true: init={init} is of a run, and peft opens Hugging Face folders only"
+    refuse((run_folder.is_run(folder), f"{given}; leave adapter out to write the merged model"))
     base, revision = hub_snapshot.model_name(init) or (str(folder.resolve()), None)
     # Models of transformers keep their positions
     if model.config.has_kernels:
@@ -235,6 +228,7 @@ def export_adapter(
     `in_wrapper`: the model is the text model of a multimodal one.
     """
     tensors: dict[str, Tensor] = {}
+    merged = "leave adapter out to write the merged model"
     paths: list[str] = []
     parameters: list[str] = []
     modules = model.named_modules()
@@ -242,11 +236,13 @@ def export_adapter(
     pieces = model_folder.format_of(model.config).pieces(model)
     for theirs, shares in shares_of(pieces).items():
         adapted = {piece.ours for piece in shares if piece.ours in layers}
-        if len(adapted) > 1:
-            merged = "leave adapter out to write the merged model"
-            raise ValueError(f"adapter=true: peft cannot adapt parts of {theirs} apart; {merged}")
+        apart = f"adapter=true: peft cannot adapt parts of {theirs} apart; {merged}"
+        refuse((len(adapted) > 1, apart))
         for layer in map(layers.__getitem__, adapted):
             name = theirs.removesuffix(".weight")
+            # For the sake of kernels that read its weight past the module
+            refused = f"adapter=true: peft refuses {name} of this family; {merged}"
+            refuse((name.endswith("mixer.out_proj"), refused))
             # A wrapper's language model lies one level deeper
             if in_wrapper:
                 name = name.replace("model.", "model.language_model.", 1)
@@ -303,9 +299,8 @@ def _of_experts(name: str, piece: Piece, layers: dict[str, Any]) -> tuple[str, s
     layer, (part, target, _) = layers[piece.ours], piece.ours.rsplit(".", 2)
     # (experts, rows, rank), however a folder stacks the weights
     of_each = Stacked(layer.experts, False, getattr(piece.fold, "paired", False)).save(layer.lora_b)
-    # Experts in one tensor are in the module that the folder names
-    module = r"\2" if isinstance(piece.fold, Stacked) else "mlp"
-    experts = re.sub(r"(layers\.\d+\.)(\w+).*", rf"\1{module}.experts", name)
+    experts = re.sub(r"(layers\.\d+\.\w+).*", r"\1.experts", name)
     is_innermost = target == "gate_up" and f"{part}.down.weight" in layers
     wrapper = f"{experts}.base_layer" if is_innermost else experts
+    target = "up" if name.endswith(".up_proj") else target  # without a gate
     return wrapper, f"{experts}.{target}_proj", of_each.permute(1, 2, 0).flatten(1)

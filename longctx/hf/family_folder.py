@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longctx import files
+from longctx.config.fields import refuse
 from longctx.hf.families import FAMILIES, read_model, write_config
 from longctx.hf.families.config_json import text_name, wraps
 from longctx.hf.families.family import EMBEDDING, LM_HEAD
@@ -35,11 +36,9 @@ def check_weights(config: GPTConfig, folder: Path) -> dict[str, Stored]:
     """
     family, source = read_model(folder)
 
-    if (config.vocab_size or 0) < (source.vocab_size or 0):
-        raise ValueError(
-            f"model.vocab_size={config.vocab_size}: {folder} has weights for "
-            f"{source.vocab_size:,} tokens; use at least that, or null"
-        )
+    has_no_room = (config.vocab_size or 0) < (source.vocab_size or 0)
+    given = f"model.vocab_size={config.vocab_size}: {folder} has weights for"
+    refuse((has_no_room, f"{given} {source.vocab_size:,} tokens; use at least that, or null"))
 
     # tensor by tensor
     stored = {family.named(name): x for name, x in text_tensors(folder).items()}
@@ -49,31 +48,23 @@ def check_weights(config: GPTConfig, folder: Path) -> dict[str, Stored]:
         tensor = stored.get(name)
         if tensor is None:
             raise ValueError(f"{folder}: no tensor {name}, which its config.json asks for")
-        if tensor.shape != shape:
-            raise ValueError(
-                f"{tensor.file}: {name} is {list(tensor.shape)}, by config.json it is {list(shape)}"
-            )
-        if tensor.dtype not in DTYPES:
-            covered = ", ".join(DTYPES)
-            raise ValueError(f"{tensor.file}: {name} is {tensor.dtype}; covered are {covered}")
+        given = f"{tensor.file}: {name} is"
+        shapes = f"{given} {list(tensor.shape)}, by config.json it is {list(shape)}"
+        dtypes = f"{given} {tensor.dtype}; covered are {', '.join(DTYPES)}"
+        refuse((tensor.shape != shape, shapes), (tensor.dtype not in DTYPES, dtypes))
         unused.discard(name)
 
     # what is left over: some folders of tied models have the head too
     if source.tied and LM_HEAD in unused:
         unused.discard(LM_HEAD)
         head, embedding = values_of(stored[LM_HEAD]), values_of(stored[EMBEDDING])
-        if head.dtype != embedding.dtype or not torch.equal(head, embedding):
-            file = stored[LM_HEAD].file
-            raise ValueError(
-                f"{file}: {LM_HEAD} differs from {EMBEDDING}, but tie_word_embeddings=true"
-            )
+        is_other = head.dtype != embedding.dtype or not torch.equal(head, embedding)
+        given = f"{stored[LM_HEAD].file}: {LM_HEAD} differs from {EMBEDDING}"
+        refuse((is_other, f"{given}, but tie_word_embeddings=true"))
     # A tensor without a place would be left out without a word
-    if unused:
-        name = min(unused)
-        raise ValueError(
-            f"{stored[name].file}: tensor {name} has no place in the model that config.json "
-            "describes"
-        )
+    for name in sorted(unused):
+        problem = "has no place in the model that config.json describes"
+        raise ValueError(f"{stored[name].file}: tensor {name} {problem}")
     return stored
 
 

@@ -72,11 +72,9 @@ def inventory(folder: Path) -> dict[str, Stored]:
     stored: dict[str, Stored] = {}
     for name in [SINGLE] if os.path.lexists(folder / SINGLE) else shards_of(folder):
         header = _header(folder / name)
-        if twice := sorted(stored.keys() & header.keys()):
-            raise ValueError(
-                f"{folder / name}: {twice[0]} is in {stored[twice[0]].file.name}, too; a tensor "
-                "belongs in one file"
-            )
+        for twice in sorted(stored.keys() & header.keys()):
+            problem = f"{twice} is in {stored[twice].file.name}, too; a tensor belongs in one file"
+            raise ValueError(f"{folder / name}: {problem}")
         stored |= header
     for name in [name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)]:
         if name + SCALES in stored:

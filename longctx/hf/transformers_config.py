@@ -49,10 +49,8 @@ class TransformersConfig(GPTConfig):
             else value
             for key, value in self.settings.items()
         }
-        cut |= {"num_hidden_layers": len(chosen)}
-        return replace(
-            super().with_layers(chosen), transformers=self.transformers | {"config": cut}
-        )
+        own = self.transformers | {"config": cut | {"num_hidden_layers": len(chosen)}}
+        return replace(super().with_layers(chosen), transformers=own)
 
     def matmul_parameters(self) -> int:
         return int(self.transformers["products"])
@@ -70,9 +68,8 @@ class TransformersConfig(GPTConfig):
     def check_length(self, tokens: int, key: str) -> None:
         limit = self.transformers.get("positions")
         if limit is not None and tokens > limit:
-            raise ValueError(
-                f"{key}={tokens}: the model has learned {limit:,} positions; use at most that"
-            )
+            problem = f"the model has learned {limit:,} positions; use at most that"
+            raise ValueError(f"{key}={tokens}: {problem}")
 
     def accepted(self, request: Any) -> Any:
         memory = request.memory

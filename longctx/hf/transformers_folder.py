@@ -45,9 +45,8 @@ def read_weights(config: TransformersConfig, folder: Path) -> Any:
     whole, found = opened
     for kind in ("missing", "unexpected", "mismatched"):
         if names := sorted(map(str, found[f"{kind}_keys"])):
-            raise ValueError(
-                f"{folder}: {kind} tensor {names[0]}: its weights are not those of its config.json"
-            )
+            problem = "its weights are not those of its config.json"
+            raise ValueError(f"{folder}: {kind} tensor {names[0]}: {problem}")
     return whole
 
 

@@ -146,10 +146,8 @@ def empty_model(settings: Mapping[str, Any], device: str = "meta", attention: st
     # With attention "eager" it is as transformers has it: our changes are left out.
     settings = without_code(settings)
     kind = str(settings.get("model_type"))
-    if kind not in CONFIG_MAPPING:
-        raise ValueError(
-            f"model_type={kind} is not known to transformers {transformers.__version__}"
-        )
+    unknown = f"model_type={kind} is not known to transformers {transformers.__version__}"
+    refuse((kind not in CONFIG_MAPPING, unknown))
     try:
         # Infinite numbers are written as objects
         config = CONFIG_MAPPING[kind].from_dict(PreTrainedConfig._decode_special_floats(settings))
@@ -163,13 +161,11 @@ def empty_model(settings: Mapping[str, Any], device: str = "meta", attention: st
                 config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
             )
     except Exception as error:  # a model's own code may raise anything
+        is_other = kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         refuse(
             (error.args == (NAME,), f"model_type={kind}: {NOT_REPLACED}"),
             (error.args == (NOT_TEXT,), f"model_type={kind}: {NOT_TEXT}"),
-            (
-                kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-                f"model_type={kind}: it is no causal language model",
-            ),
+            (is_other, f"model_type={kind}: it is no causal language model"),
         )
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"model_type={kind}: transformers cannot build it: {reason}") from error

@@ -35,7 +35,7 @@ from torch.autograd.function import once_differentiable
 
 from longctx.attention.exchange import Ranks
 from longctx.kernels import HAS_TRITON
-from longctx.model.layers import MLP, fused, linears
+from longctx.model.layers import ACTIVATIONS, MLP, fused, linears
 from longctx.model.packed import is_packed, unpacked
 from longctx.spec import experts
 
@@ -49,6 +49,7 @@ class Experts(nn.Module):
     def __init__(self, part: experts.ExpertsSpec) -> None:
         super().__init__()
         self.keys = keys = part.keys
+        self.variant = keys.clamp if part.has_gate else part.activation
         self.router, self.gate_up, self.down, *others = linears(part)
         self.gate_up.experts = self.down.experts = part.count
         # Added to scores for the choice alone: loaded, it stays as it is
@@ -64,8 +65,7 @@ class Experts(nn.Module):
         # bits, in a model of 16 experts 11% of the peak, and the balance before the layers that
         # follow. Asked here, since a decorator imports the compiler, which takes a second.
         is_traced = torch.compiler.is_compiling()
-        routed = torch.compiler.disable(self.routed) if is_traced else self.routed
-        y = routed(x, needs_value)
+        y = (torch.compiler.disable(self.routed) if is_traced else self.routed)(x, needs_value)
         if self.shared is None or self.shared_gate is None:
             return y if self.shared is None else y + self.shared(x, needs_value)
         return y + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
@@ -85,7 +85,7 @@ class Experts(nn.Module):
         layers = self.gate_up.weight, self.gate_up.bias, *up_lora
         layers += self.down.weight, self.down.bias, *down_lora
         routing, scales = (expert, order, ends), (up_scale, down_scale)
-        y = _Experts.apply(tokens, weights, *routing, scales, self.keys.clamp, needs_value, *layers)
+        y = _Experts.apply(tokens, weights, *routing, scales, self.variant, needs_value, *layers)
         return y.view(shape)
 
     def chosen(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,39 +124,39 @@ def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     # A GPU multiplies 16 bits in one launch; otherwise there is a product for each expert.
     if x.is_cuda and x.itemsize == 2:
         return F.grouped_mm(x, matrices, offs=ends)
-    return torch.cat([part @ w for part, w in zip(_by_expert(x, ends), matrices, strict=True)])
+    parts = x.tensor_split(ends[:-1].tolist())
+    return torch.cat([part @ w for part, w in zip(parts, matrices, strict=True)])
 
 
 def grouped_outer(dy: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """Return dyᵀ x of each expert's rows, of dy (M, O) and x (M, I), stacked: (E·O, I)."""
     if x.is_cuda and x.itemsize == 2:
         return F.grouped_mm(dy.t(), x, offs=ends).to(dtype).flatten(0, 1)
-    pairs = zip(_by_expert(dy, ends), _by_expert(x, ends), strict=True)
+    places = ends[:-1].tolist()
+    pairs = zip(dy.tensor_split(places), x.tensor_split(places), strict=True)
     return torch.cat([part.t() @ rows for part, rows in pairs]).to(dtype)
 
 
-def _by_expert(x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-    return x.tensor_split(ends[:-1].tolist())
-
-
-def gated(gate_up: Tensor, clamp: float | None) -> Tensor:
-    """Return silu(gate) · up of (M, 2F), or its clamped variant."""
-    if clamp is None and fused(gate_up):
+def gated(gate_up: Tensor, variant: float | str | None) -> Tensor:
+    """Return silu(gate) · up of (M, 2F); clamped at `variant`, a number; or `variant`(M, F)."""
+    if variant is None and fused(gate_up):
         return swiglu.swiglu(gate_up)
+    if isinstance(variant, str):
+        return ACTIVATIONS[variant](gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
-    if clamp is None:
+    if variant is None:
         return F.silu(gate) * up
-    gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    gate, up = gate.clamp(max=variant), up.clamp(-variant, variant)
     return gate * torch.sigmoid(experts.STEEPNESS * gate) * (up + 1)
 
 
-def gated_backward(gate_up: Tensor, dinner: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
-    """Return the gradient of gate_up (M, 2F), from that of the product, and the product again."""
-    if clamp is None and fused(gate_up):
+def gated_backward(gate_up: Tensor, dinner: Tensor, variant: Any) -> tuple[Tensor, Tensor]:
+    """Return the gradient of gate_up, from that of the product, and the product again."""
+    if variant is None and fused(gate_up):
         return swiglu.swiglu_backward(gate_up, dinner)
     leaf = gate_up.detach().requires_grad_()
     with torch.enable_grad():
-        product = gated(leaf, clamp)
+        product = gated(leaf, variant)
     (gradient,) = torch.autograd.grad(product, leaf, dinner)
     return gradient, product.detach()
 
@@ -224,7 +224,7 @@ class _Experts(torch.autograd.Function):
         order: Tensor,  # (M,) pair n · k + i is the i-th of token n
         ends: Tensor,  # (E,) of the pairs of each expert
         scales: tuple[float, float],  # of LoRA
-        clamp: float | None,
+        variant: float | str | None,
         needs_value: bool,
         *layers: Tensor | None,  # weight, bias, A and B of gate and up, and those of down
     ) -> Tensor:
@@ -237,11 +237,11 @@ class _Experts(torch.autograd.Function):
         back = order.argsort()
         expert_saved = expert if down.bias is not None else None
         ctx.save_for_backward(x, weights, gate_up, expert_saved, order, back, ends, *layers)
-        ctx.scales, ctx.clamp = scales, clamp
+        ctx.scales, ctx.variant = scales, variant
         if not needs_value:
             return x.new_zeros(1, 1).expand(N, C)
         pair_weights = weights.flatten()[order, None]
-        y = down.product(gated(gate_up, clamp).mul_(pair_weights))
+        y = down.product(gated(gate_up, variant).mul_(pair_weights))
         if down.bias is not None:
             y += down.matrices(down.bias, x)[expert].mul_(pair_weights)
         return y[back].view(N, per_token, C).sum(1, dtype=x.dtype)  # autocast's sums are in fp32
@@ -257,7 +257,7 @@ class _Experts(torch.autograd.Function):
         rows = dy[tokens]
         low_gradient = down.low_gradient(rows)
         dinner = down.input_gradient(rows, low_gradient)
-        dgate_up, inner = gated_backward(gate_up, dinner, ctx.clamp)
+        dgate_up, inner = gated_backward(gate_up, dinner, ctx.variant)
         dweights = (dinner * inner).sum(-1, dtype=weights.dtype)
         del dinner
         if down.bias is not None:

@@ -201,14 +201,12 @@ class SelfAttention(nn.Module):
         return self.attend(q, k, v, mask, self.scores)
 
 
-ACTIVATIONS: dict[str, Any] = {"silu": F.silu, "gelu": F.gelu}
+ACTIVATIONS: dict[str, Any] = {"silu": F.silu, "gelu": F.gelu, "relu2": lambda x: F.relu(x) ** 2}
 ACTIVATIONS |= {"gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) · up(x)), arXiv 2002.05202; or with another activation than silu; or
-    down(activation(up(x))).
-    """
+    """down(silu(gate(x)) · up(x)), arXiv 2002.05202; with other activations, or without a gate."""
 
     def __init__(self, part: parts.FeedForward) -> None:
         super().__init__()
@@ -227,8 +225,7 @@ class MLP(nn.Module):
         is_fused = down.product is linear or hasattr(down.product, "gated_down")
         if fused(gate_up) and type(down) is Linear and is_fused:
             gated_down = swiglu.gated_down if down.product is linear else down.product.gated_down
-            weights = down.weight, down.bias
-            return gated_down(gate_up, *weights, needs_value, self.activation)
+            return gated_down(gate_up, down.weight, down.bias, needs_value, self.activation)
         gate, up = gate_up.chunk(2, dim=-1)
         return down(activate(gate) * up)
 
@@ -247,7 +244,7 @@ class Block(nn.Module):
         self.attention = described.attention.build(backend.of_window(described.attention.window))
         self.attention_out_norm = optional(described.attention_out_norm)
         self.mlp_norm: Any = optional(described.mlp_norm)
-        self.mlp = described.mlp.build()
+        self.mlp = described.mlp.build() if described.mlp.inner else None
         self.mlp_out_norm = optional(described.mlp_out_norm)
         self.out_factor = optional(described.out_factor)
         self.branch_scale = described.branch_scale
@@ -290,6 +287,8 @@ class Block(nn.Module):
             x = x + branch
         else:
             x, normed = self.mlp_norm.add_and_norm(x, branch)
+        if self.mlp is None:
+            return self.out_factor(x)
         branch = self.mlp_out_norm(self.mlp(normed, needs_value or self.always_needs_value))
         return self.out_factor(x + self.scaled(branch))
 

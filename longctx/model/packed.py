@@ -56,9 +56,8 @@ def packed(values: Tensor) -> Tensor:
 def unpacked(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return W (O, I) of a packed weight."""
     I = columns(weight.shape[1])
-    codes, levels, ends = weight[:, : I // 2 + I // BLOCK + RANGE].split(
-        (I // 2, I // BLOCK, RANGE), dim=1
-    )
+    sizes = I // 2, I // BLOCK, RANGE
+    codes, levels, ends = weight[:, : sum(sizes)].split(sizes, dim=1)
     low, step = ends.contiguous().view(torch.float32).split(1, dim=1)
     functional = bitsandbytes()
     state = functional.QuantState(

@@ -129,6 +129,8 @@ class Recurrent(Mixer):
         weights = self.A_log, self.dt_bias
         log, bias = weights if batch is None else map(batch.own_heads, weights)
         steps = F.softplus(widened(rates) + bias.view(rates.shape[2:]))
+        if least_step := self.part.options.get("least_step"):
+            steps = steps.clamp(min=least_step)
         return steps, -log.exp().view(-1, *(1,) * (rates.ndim - 3)) * steps
 
     @property

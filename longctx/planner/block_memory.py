@@ -72,14 +72,15 @@ def kept_after(block: BlockSpec, p: Pass) -> Iterator[Kept]:
     # and copies of the weights before it
     of_attention = sum(linear.weights for linear in block.attention.linears[1:])
     again = of_norm(block.mlp_norm, p) > 2 * FP32 * N
-    stream = 0 if block.is_parallel and not again else e * C * N
+    stream = 0 if (block.is_parallel and not again) or not block.mlp.inner else e * C * N
     yield Kept(stream + p.weight_copy * of_attention, ATTENTION)
     # Attention's output in FP8
     yield Kept(p.fp8_input * q * N, MLP)
     if gate:  # it, and the gated output; in FP8 that is counted, but the gate's input is not
         yield Kept((e * gate + (p.fp8_input * C or e * q)) * N, MLP)
     # The input of the MLP
-    yield Kept(0 if block.shares_norm and not p.fp8_input else (p.fp8_input or e) * C * N, MLP)
+    has_none = not block.mlp.inner or (block.shares_norm and not p.fp8_input)
+    yield Kept(0 if has_none else (p.fp8_input or e) * C * N, MLP)
     yield Kept(of_norm(block.mlp_norm, p), ATTENTION)
     yield Kept(block.mlp.saved(p), MLP)
     if block.attention_out_norm is not None:  # its input is attention's projection

@@ -53,10 +53,8 @@ class Chip:
         if not self.bf16 and precision in ("auto", "bf16"):
             raise ValueError(f"precision=bf16: {self.name} has no bf16; use precision=fp32")
         if not self.fp8 and precision == "fp8":
-            raise ValueError(
-                f"precision=fp8: {self.name} has no FP8 matrix products, which take an NVIDIA "
-                "GPU of compute capability 8.9 or more, such as an H100; use precision=auto"
-            )
+            remedy = "use precision=auto, or compute capability 8.9 or more, such as an H100's"
+            raise ValueError(f"precision=fp8: {self.name} has no FP8 matrix products; {remedy}")
 
 
 CPU = Chip("a CPU", 0.0, None, None, 0.0, fp8=False)

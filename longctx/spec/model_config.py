@@ -44,15 +44,10 @@ class GPTConfig(mixers.MixerKeys):
 
     vocab_size: null: the tokenizer's, rounded up to a multiple of 64
     window_rope_theta: unscaled base in layers with the window; null: as others
-    rotary_share: share of a head's channels that rotate, the first ones
     window: keys that a query sees, its own among them; null: all before it
     window_layers: layers with it, from 0; null: all
     norms: pre: before attention and MLP; post: after; sandwich: both; mixed: post with softmax;
         parallel: of one x before both, as in GPT-NeoX; shared: one norm for both, as in Cohere
-    norm_form: layer: LayerNorm; centered: without its bias
-    mlp_gate: false: activation(up(x)) in place of activation(gate(x)) · up(x)
-    qk_norm: RMSNorm of q and k, of each head or of all
-    attention_gate: channel: attention's output times σ(W · input)
     query_growth: [beta,n]: queries are multiplied by 1 + beta · ln(1 + floor(position / n))
     context: tokens that weights of init= were made for; null: seq_len
     """
@@ -71,12 +66,12 @@ class GPTConfig(mixers.MixerKeys):
     rope_theta: float = key(500000.0, "base of the rotary frequencies")
     window_rope_theta: float | None = key(None, above=0, needs="window")
     rope_scaling: dict[str, Any] = key({}, "transformers' rope_parameters; {}: not scaled")
-    rotary_share: float = key(1.0, between=(0, 1), above=0)
+    rotary_share: float = key(1.0, "of a head, its first channels", between=(0, 1), above=0)
     nope_layers: list[int] = key([], "layers without rope; the first is 0", between=(0, 4095))
     window: int | None = positive(None, limit=2**31 - 1)
     window_layers: list[int] | None = key(None, between=(0, 4095), distinct=True, needs="window")
     norms: str = key("pre", choices=("pre", "post", "sandwich", "mixed", "parallel", "shared"))
-    norm_form: str = key("rms", choices=("rms", "layer", "centered"))
+    norm_form: str = key("rms", "centered: no bias", choices=("rms", "layer", "centered"))
     norm_eps: float = key(1e-5, "added to the mean square or variance in norms")
     out_factor: bool = key(False, "an untrained factor of each layer's output, as in Gemma 4")
     norm_plus_one: bool = key(False, "norms multiply by 1 + their weight, as in Gemma")
@@ -84,12 +79,13 @@ class GPTConfig(mixers.MixerKeys):
     qkv_bias: bool = key(False, "biases in the q, k and v projections, as in Qwen2")
     out_bias: bool = key(False, "a bias in attention's output projection")
     mlp_bias: bool = key(False, "biases in the projections of the MLP")
-    mlp_gate: bool = key(True)
-    activation: str = key("silu", "of the MLP", choices=("silu", "gelu_tanh", "gelu"))
-    qk_norm: str = key("none", choices=("none", "head", "whole"))
+    mlp_gate: bool = key(True, "false: activation(up(x)), not activation(gate(x)) · up(x)")
+    no_mlp: list[int] = key([], "layers without an MLP; the first is 0", between=(0, 4095))
+    activation: str = key("silu", "of the MLP", choices=("silu", "gelu_tanh", "gelu", "relu2"))
+    qk_norm: str = key("none", "RMSNorm of q and k", choices=("none", "head", "whole"))
     v_norm: bool = key(False, "RMSNorm of each head of v, without weight, as in Gemma 4")
     qk_norm_after_rope: bool = key(False, "q and k rotate before their norm", needs="qk_norm")
-    attention_gate: str = key("none", choices=("none", "channel"))
+    attention_gate: str = key("none", "output times σ(W · input)", choices=("none", "channel"))
     attention_scale: float | None = key(None, "score factor; null: 1 / √head size", above=0)
     sinks: bool = key(False, "a logit per head joins the softmax without a value, as in gpt-oss")
     query_growth: list[float] = key([])
@@ -149,20 +145,21 @@ class GPTConfig(mixers.MixerKeys):
         return dict(Counter(map(self.window_of, range(self.layers))))
 
     def has_experts(self, layer: int) -> bool:
-        """Return True if the feed-forward network of `layer` is one of experts."""
+        """Return True if the feed-forward network of `layer`, if it has one, is of experts."""
         return self.experts.count is not None and layer not in self.experts.dense_layers
 
     def block(self, layer: int) -> BlockSpec:
         """Return the parts of block `layer`, the first is 0."""
         named, experts = ("mlp", "mlp", self.channels), self.experts
-        mlp = FeedForward(*named, self.ffn, self.mlp_bias, self.activation, has_gate=self.mlp_gate)
-        if self.has_experts(layer):
+        width = 0 if layer in self.no_mlp else self.ffn
+        mlp = FeedForward(*named, width, self.mlp_bias, self.activation, self.mlp_gate)
+        if width and self.has_experts(layer):
             shape = (self.expert_ffn, experts.biased, self.activation)
-            mlp = ExpertsSpec(*named, *shape, experts.count or 0, experts)
+            mlp = ExpertsSpec(*named, *shape, self.mlp_gate, experts.count or 0, experts)
         has_before, has_after = self.norms_around(layer)
         # Gemma's folders call the norm after attention what Llama's call the one before the MLP
         before_mlp = "pre_feedforward_layernorm" if has_after else "post_attention_layernorm"
-        return BlockSpec(
+        block = BlockSpec(
             self.norm("attention_norm", "input_layernorm") if has_before else None,
             self._attention(layer),
             self.norm("mlp_norm", before_mlp) if has_before and self.norms != "shared" else None,
@@ -173,6 +170,8 @@ class GPTConfig(mixers.MixerKeys):
             self.norms in ("parallel", "shared"),
             Norm("out_factor", "layer_scalar", 1, 1, False, "factor") if self.out_factor else None,
         )
+        nothing: Any = {"mlp_norm": None, "mlp_out_norm": None, "is_parallel": False}
+        return block if width else replace(block, **nothing)
 
     def norm(self, name: str, folder: str) -> Norm:
         """Return a norm of the residual stream."""
@@ -196,8 +195,9 @@ class GPTConfig(mixers.MixerKeys):
     def blocks(self) -> list[BlockSpec]:
         """The parts of every block; layers that are alike share one value."""
         # All else is the same in every layer
+        lists = self.nope_layers, self.no_mlp
         differences = [
-            (self.mixer_of(n), self.window_of(n), n in self.nope_layers, self.has_experts(n))
+            (self.mixer_of(n), self.window_of(n), self.has_experts(n), *(n in x for x in lists))
             for n in range(self.layers)
         ]
         blocks = {each: self.block(differences.index(each)) for each in set(differences)}
@@ -226,6 +226,7 @@ class GPTConfig(mixers.MixerKeys):
             layers=len(chosen),
             mixer=[self.mixer_of(layer) for layer in chosen],
             nope_layers=renumbered(self.nope_layers),
+            no_mlp=renumbered(self.no_mlp),
             window_layers=self.window_layers and renumbered(self.window_layers),
             experts=replace(self.experts, dense_layers=renumbered(self.experts.dense_layers)),
         )
@@ -239,7 +240,7 @@ class GPTConfig(mixers.MixerKeys):
                 heads = f"model.heads={self.heads} is not a multiple of model.{name}={given}"
                 yield f"{heads}; {name} can be {possible}"
         # Another layer would be ignored without a word
-        for name in ("nope_layers", "window_layers", "experts.dense_layers"):
+        for name in ("nope_layers", "no_mlp", "window_layers", "experts.dense_layers"):
             layers = attrgetter(name)(self) or []
             if list(layers) != sorted(set(layers).intersection(range(self.layers))):
                 last = self.layers - 1
@@ -264,13 +265,15 @@ class GPTConfig(mixers.MixerKeys):
         if experts.count is not None and (self.channels % 8 or self.expert_ffn % 8):
             sizes = f"model.channels={self.channels} model.experts.ffn={self.expert_ffn}"
             yield f"{sizes}: the grouped products of experts take multiples of 8"
-        if self.activation == "gelu" and self.mlp_gate:
-            yield "model.activation=gelu: give model.mlp_gate=false, or activation=gelu_tanh"
+        if self.activation in ("gelu", "relu2") and self.mlp_gate:
+            yield f"model.activation={self.activation}: give model.mlp_gate=false, or gelu_tanh"
         # They would be ignored in layers with experts
-        usual = {"mlp_bias": False, "activation": "silu", "mlp_gate": True}
-        for name in [x for x, y in usual.items() if experts.count and getattr(self, x) != y]:
-            value = str(getattr(self, name)).lower()
-            yield f"model.{name}={value}: experts have silu, a gate, and experts.biased; leave it"
+        ignored = {"mlp_bias": self.mlp_bias, "experts.clamp": not self.mlp_gate and experts.clamp}
+        ignored["activation"] = self.mlp_gate and self.activation != "silu"
+        for name in [x for x, is_given in ignored.items() if experts.count and is_given]:
+            value = str(attrgetter(name)(self)).lower()
+            rule = "experts have silu with a gate, no clamp without, and experts.biased"
+            yield f"model.{name}={value}: {rule}; leave it out"
         if growth and (len(growth) != 2 or min(growth) <= 0):
             yield f"model.query_growth={growth}: two numbers above 0, [beta,n], or []"
         yield from super().problems()
@@ -351,13 +354,12 @@ LORA_TARGETS = tuple(linear.name for linear in GPTConfig().block(0).linears.valu
 class LoraConfig:
     """Training of low-rank additions to frozen weights: lora.rank=16.
 
-    rslora: divide alpha, which is scaling · rank, by √rank in place of rank
     base: format of frozen matrices: nf4 (QLoRA, by bitsandbytes); null: that of products
     """
 
     rank: int | None = positive(None, "of the additions; null: all weights train", limit=4096)
     scaling: float = key(2.0, "factor of the additions, elsewhere alpha / rank", needs="rank")
-    rslora: bool = key(False, needs="rank")
+    rslora: bool = key(False, "divide alpha, scaling · rank, by √rank, not rank", needs="rank")
     targets: list[str] = key(
         list(LORA_TARGETS), "layers; a mixer may have others", distinct=True, needs="rank"
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -250,17 +250,20 @@ class FeedForward(Part):
 
     inner: int
     has_bias: bool
-    activation: str  # silu | gelu_tanh; gelu without gate
-    has_gate: bool = field(default=True, kw_only=True)
+    activation: str  # silu | gelu_tanh; gelu and relu2 without gate
+    has_gate: bool
     module = "longctx.model.layers.MLP"
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Return the names of its first matrices, each `inner` wide."""
+        return ("gate_proj", "up_proj") if self.has_gate else ("up_proj",)
 
     @cached_property
     def linears(self) -> tuple[LinearSpec, ...]:
-        C, F = self.size, self.inner
-        projections = ("gate_proj", "up_proj") if self.has_gate else ("up_proj",)
-        first = projections, (F,) * len(projections), C, self.has_bias
+        C, F, names = self.size, self.inner, self.projections
         return (
-            LinearSpec("gate_up", *first),
+            LinearSpec("gate_up", names, (F,) * len(names), C, self.has_bias),
             LinearSpec("down", ("down_proj",), (C,), F, self.has_bias, into_residual=True),
         )
 
@@ -281,7 +284,7 @@ class FeedForward(Part):
         # tensors. Fused, the product itself is too, and the down projection has no gradient yet but
         # has given up its copy in 16 bits; else the other way round.
         is_fused = p.is_fused and self.has_gate
-        tensors = 4 if is_fused else 2 + ("down" in p.adapted)
+        tensors = 4 if is_fused or self.activation == "relu2" else 2 + ("down" in p.adapted)
         down = -p.weight_copy if is_fused else p.gradient
         inner = p.activation * self.inner * p.tokens
         unpacked = inner + p.unpacked * self.linears[0].weights  # then, for their input's gradient
@@ -290,15 +293,16 @@ class FeedForward(Part):
     def forward(self, p: Pass) -> int:
         """Return the bytes alive in a forward without gradients, uncompiled."""
         tensors = 6 if "gate_up" in p.adapted else 3 if p.is_fused else 4
-        tensors = tensors if self.has_gate else 2 + ("gate_up" in p.adapted)
+        is_squared = self.activation == "relu2"
+        tensors = tensors if self.has_gate else 2 + ("gate_up" in p.adapted or is_squared)
         inner = p.activation * self.inner * p.tile
         return max(tensors * inner, 2 * inner + p.unpacked * self.linears[0].weights)
 
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)); norms may be missing. If
-    it `is_parallel`, it is x + attention(norm(x)) + mlp(norm(x)).
+    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)); norms may be missing, and
+    the MLP, which is 0 wide then. If it `is_parallel`, it is x + attention(norm(x)) + mlp(norm(x)).
     """
 
     attention_norm: Norm | None
@@ -320,8 +324,8 @@ class BlockSpec:
     def parts(self) -> tuple[Part, ...]:
         """Return the parts in the order in which they compute."""
         of_attention = self.attention_norm, self.attention, self.attention_out_norm
-        of_mlp = self.mlp_norm, self.mlp, self.mlp_out_norm, self.out_factor
-        return tuple(part for part in (*of_attention, *of_mlp) if part is not None)
+        of_mlp = self.mlp_norm, self.mlp if self.mlp.inner else None, self.mlp_out_norm
+        return tuple(part for part in (*of_attention, *of_mlp, self.out_factor) if part is not None)
 
     @cached_property
     def linears(self) -> dict[str, LinearSpec]:

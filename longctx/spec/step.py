@@ -202,6 +202,9 @@ class Workload:
         several = self.devices > 1 or self.sharing != Strategy()
         rope, experts = model.rope_scaling.get("rope_type"), model.experts.count
         names = " or ".join(f"attention={name}" for name, x in DESCRIPTIONS.items() if x.capturable)
+        counts = not all(x.description.capturable for x in attention.each)
+        waits_for_router = experts is not None and self.precision == "fp32"
+        follows_length = rope in ("dynamic", "longrope")
         filled = self.memory.filled(self.memory.policies()[0])
         offload = filled.offload or filled.offload_weights
         reasons = (
@@ -210,17 +213,11 @@ class Workload:
             (set(model.mixer) - {"softmax"}, "mixers launch by the documents of a sequence"),
             (not model.has_kernels, "transformers computes the model, and waits for the GPU"),
             (
-                not all(x.description.capturable for x in attention.each),
+                counts,
                 f"attention={attention.label} launches by the documents of a row; use {names}",
             ),
-            (
-                experts is not None and self.precision == "fp32",
-                f"model.experts.count={experts} waits for the router in fp32; use precision=bf16",
-            ),
-            (
-                rope in ("dynamic", "longrope"),
-                f"rope_type={rope} follows the length of each document; use another",
-            ),
+            (waits_for_router, f"model.experts.count={experts} waits in fp32; use precision=bf16"),
+            (follows_length, f"rope_type={rope} follows the length of each document; use another"),
             (offload, f"memory={policy} copies to and from the host; use memory.offload=0"),
         )
         return next((reason for holds, reason in reasons if holds), None)

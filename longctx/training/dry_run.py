@@ -294,9 +294,8 @@ def longest_probed(
         # A child process: running out of memory there harms nobody
         predicted, measured = predict(workload).peak, probe(workload)
         if measured.failed and not measured.failed.startswith(OUT_OF_MEMORY):
-            raise ValueError(
-                f"seq_len=max: the probe of {workload.seq_len:,} tokens failed: {measured.failed}"
-            )
+            problem = f"the probe of {workload.seq_len:,} tokens failed: {measured.failed}"
+            raise ValueError(f"seq_len=max: {problem}")
         fit = measured.failed is None
         if fit and (longest is None or longest.seq_len < workload.seq_len):
             longest = workload

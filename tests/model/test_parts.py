@@ -53,6 +53,12 @@ def make(config: GPTConfig, attention: str = "flash", memory: str = "fast") -> G
 
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+ACTIVATIONS["relu2"] = lambda x: F.relu(x).square()
+
+
+def activated(inner: Tensor, c: GPTConfig) -> Tensor:
+    gate, up = inner.chunk(2, -1) if c.mlp_gate else (inner, 1)
+    return ACTIVATIONS[c.activation](gate) * up
 
 
 def rms(x: Tensor, weight: Any) -> Tensor:
@@ -125,13 +131,13 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
         x = x + branch * c.multipliers.residual
         if c.norms != "shared":
             normed = norm(before if c.norms == "parallel" else x, of, "mlp_norm")
+        if n in c.no_mlp:
+            continue
         if c.has_experts(n):
-            branch = routed(normed, of, c.experts)
+            branch = routed(normed, of, c, c.experts)
         else:
             inner = normed @ of["mlp.gate_up.weight"].T + of.get("mlp.gate_up.bias", 0)
-            gate, up = inner.chunk(2, -1) if c.mlp_gate else (inner, 1)
-            inner = ACTIVATIONS[c.activation](gate) * up
-            branch = inner @ of["mlp.down.weight"].T + of.get("mlp.down.bias", 0)
+            branch = activated(inner, c) @ of["mlp.down.weight"].T + of.get("mlp.down.bias", 0)
         branch = norm(branch, of, "mlp_out_norm")
         x = (x + branch * c.multipliers.residual) * of.get("out_factor.weight", 1)
     z = norm(x, w, "norm") @ w["embed.weight"].T * c.multipliers.logits
@@ -139,7 +145,7 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
     return z if cap is None else cap * torch.tanh(z / cap)
 
 
-def routed(x: Tensor, of: dict[str, Tensor], c: ExpertsConfig) -> Tensor:
+def routed(x: Tensor, of: dict[str, Tensor], model: GPTConfig, c: ExpertsConfig) -> Tensor:
     """Return what experts make of x (T, C): all of them compute, those not chosen weigh 0."""
     z = x @ of["mlp.router.weight"].T
     p = z.softmax(-1) if c.router == "softmax" else z.sigmoid()
@@ -152,13 +158,13 @@ def routed(x: Tensor, of: dict[str, Tensor], c: ExpertsConfig) -> Tensor:
     w = (w / w.sum(-1, keepdim=True) if c.normalize else w) * c.scale
     shared = torch.zeros(())
     if c.shared:
-        gate, up = (x @ of["mlp.shared.gate_up.weight"].T).chunk(2, -1)
-        shared = (F.silu(gate) * up) @ of["mlp.shared.down.weight"].T
+        inner = activated(x @ of["mlp.shared.gate_up.weight"].T, model)
+        shared = inner @ of["mlp.shared.down.weight"].T
     if c.shared_gate:
         shared = shared * torch.sigmoid(x @ of["mlp.shared_gate.weight"].T)
     gate_up, down = (of[f"mlp.{s}.weight"].unflatten(0, (c.count, -1)) for s in ("gate_up", "down"))
-    gate, up = torch.einsum("tc,efc->tef", x, gate_up).chunk(2, -1)
-    return shared + torch.einsum("tef,ecf,te->tc", F.silu(gate) * up, down, w)
+    inner = activated(torch.einsum("tc,efc->tef", x, gate_up), model)
+    return shared + torch.einsum("tef,ecf,te->tc", inner, down, w)
 
 
 @pytest.mark.parametrize(("attention", "memory"), [("naive", "fast"), *(("flash", x) for x in FEW)])
@@ -183,9 +189,8 @@ def test_lora_adds_to_the_formula(feature):
         if name.endswith("lora_b"):
             torch.nn.init.normal_(p, std=0.1)
     logits = model(TOKENS, mask=Mask.documents(DOCUMENTS[None]))[0]
-    torch.testing.assert_close(
-        logits, formula(lora.merge(model), TOKENS[0], DOCUMENTS), rtol=1e-4, atol=1e-4
-    )
+    expected = formula(lora.merge(model), TOKENS[0], DOCUMENTS)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("feature", FEATURES)

@@ -170,7 +170,8 @@ class Family:
             if source.get(other) is not None:
                 source = source.with_keys(**{key: source.size(other)})
         covered = {key: (*values, None) for key, values in self.covered.items()}
-        source.refuse_uncovered(self.read_keys() | SHARED, HARMLESS.union(self.harmless), covered)
+        read = (self.read_keys() | SHARED) - covered.keys()
+        source.refuse_uncovered(read, HARMLESS.union(self.harmless), covered)
         # Files from before grouped queries: every head has keys of its own
         if source.get("num_key_value_heads") is None:
             source = source.with_keys(num_key_value_heads=source.size("num_attention_heads"))
@@ -245,7 +246,7 @@ class Family:
 
     def changed(self, config: GPTConfig) -> dict[str, Any]:
         """Return keys of config.json that a run may change, beside its positions."""
-        behind = BEHIND & config.source.keys() if self.further == "layers" else ()
+        behind = BEHIND & config.source.keys() if self.further else ()
         return {"vocab_size": config.vocab_size, **dict.fromkeys(behind, 0)}
 
     def write_new(self, config: GPTConfig) -> dict[str, Any]:

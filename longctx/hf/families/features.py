@@ -139,10 +139,8 @@ class BalancedExperts(Family):
 
     def read(self, source: ConfigJson) -> GPTConfig:
         # Here, since a coefficient of 0 must stay allowed
-        source = source.with_keys(**{"router_aux_loss_coef": 0.001} | source)
-        if not source.get("output_router_logits"):
-            source = source.with_keys(router_aux_loss_coef=0.0)
-        return super().read(source)
+        off = {} if source.get("output_router_logits") else {"router_aux_loss_coef": 0.0}
+        return super().read(source.with_keys(**off))
 
     def changed(self, config: GPTConfig) -> dict[str, Any]:
         balance = config.experts.balance

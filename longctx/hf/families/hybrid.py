@@ -9,10 +9,11 @@ a head has channels without positions, then rotary ones in pairs (2i, 2i + 1), w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf, nextafter
-from typing import Any
+from typing import Any, Self
 
 from longctx.config.rope_config import SHARE
 from longctx.hf.families.config_json import ConfigJson
@@ -23,6 +24,8 @@ from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Piece
 
 RECURRENT = "linear_attention"
+OF_EXPERTS = re.compile(r"experts\.(?!balance)")  # keys of GPTConfig without effect on an MLP
+LAYER = re.compile(r"\.layers\.(\d+)(\.next)?\.")
 
 
 class HybridFamily(Family):
@@ -73,9 +76,30 @@ class Qwen3Next(Qwen3Moe, Qwen35):
         return parts
 
 
-class GraniteHybrid(HybridFamily, BalancedExperts):
-    """Layers of Mamba-2, by default no others; positions in none of attention, or in all. Without
-    experts the shared one is an MLP.
+class Mamba(HybridFamily):
+    """Layers of Mamba-2, and experts or none."""
+
+    def without_experts(self) -> Self:
+        """Return the same for a model without experts, whose keys change nothing."""
+
+        def without(table: Mapping[str, Any]) -> Any:
+            return {key: own for key, own in table.items() if not OF_EXPERTS.search(f"{key} {own}")}
+
+        names = "fixed", "sizes", "numbers", "flags"
+        tables = {name: without(getattr(self, name)) for name in names}
+        return replace(self, **tables, shared=(), harmless=[*self.harmless, *self.read_keys()])
+
+    def shares(self, config: GPTConfig) -> dict[str, Sequence[int]]:
+        parts, folder = dict[str, Sequence[int]](), self.name_of("mamba")
+        for heads, size, state, groups, *_ in map(dict.values, config.mixer_options.values()):
+            parts[f"{folder}.conv1d"] = inner = heads * size, groups * state, groups * state
+            parts[f"{folder}.in_proj"] = heads * size, *inner, heads
+        return parts
+
+
+class GraniteHybrid(Mamba, BalancedExperts):
+    """By default no other layers; positions in none of attention, or in all. Without experts the
+    shared one is an MLP.
     """
 
     def read(self, source: ConfigJson) -> GPTConfig:
@@ -84,11 +108,7 @@ class GraniteHybrid(HybridFamily, BalancedExperts):
         width = source.size("mamba_expand") * source.size("hidden_size")
         size = width // heads if size == "auto" else size
         source.refuse_unless("mamba_n_heads · mamba_d_head", heads * size, (width,))
-        family = self
-        if source.get("num_local_experts") == 0:
-            sizes = {key: x for key, x in self.sizes.items() if not x.startswith("experts.")}
-            unread = [*self.harmless, *self.sizes]
-            family = replace(self, sizes=sizes, shared=(), harmless=unread)
+        family = self.without_experts() if source.get("num_local_experts") == 0 else self
         return super(GraniteHybrid, family).read(source.with_keys(mamba_d_head=size))
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
@@ -96,12 +116,49 @@ class GraniteHybrid(HybridFamily, BalancedExperts):
         found = super().read_features(source, layers) | {"nope_layers": list(range(without))}
         return found if "softmax" in found["mixer"] else found | {"attention_scale": None}
 
-    def shares(self, config: GPTConfig) -> dict[str, Sequence[int]]:
-        parts: dict[str, Sequence[int]] = {}
-        for heads, size, state, groups in map(dict.values, config.mixer_options.values()):
-            parts["mamba.conv1d"] = inner = heads * size, groups * state, groups * state
-            parts["mamba.in_proj"] = heads * size, *inner, heads
-        return parts
+
+KINDS_BY_LETTER = {"M": RECURRENT, "*": FULL, "-": "mlp", "E": "moe"}
+
+
+class NemotronH(Mamba):
+    """A layer is Mamba-2 or attention, or an MLP or experts, which are of the same block here as
+    the layer before. There are no positions.
+    """
+
+    def read(self, source: ConfigJson) -> GPTConfig:
+        letters = source.get("hybrid_override_pattern") or "ME*-"
+        pattern = [KINDS_BY_LETTER[letter] for letter in letters]
+        found = source.get("layers_block_type") or source.get("layer_types") or pattern
+        source = source.with_keys(layers_block_type=found)
+        kinds = source.kinds("layers_block_type", len(found), *KINDS_BY_LETTER.values()) or []
+        mixers = [layer for layer, kind in enumerate(kinds) if kind in (FULL, RECURRENT)]
+        for layer in {*range(len(kinds))}.difference(mixers, (mixer + 1 for mixer in mixers)):
+            problem = f"layers_block_type[{layer}]={kinds[layer]} follows no Mamba-2 or attention"
+            raise source.error(f"{problem}; transformers=always may compute it")
+        after = ["" if mixer + 1 in mixers else [*kinds, ""][mixer + 1] for mixer in mixers]
+        family = self if "moe" in after else self.without_experts()
+        unused: Any = dict.fromkeys(("layers_block_type", "rope_scaling", "rope_parameters"))
+        unused |= {"n_shared_experts": 1, "num_hidden_layers": len(mixers)}
+        own = {"layer_types": [kinds[mixer] for mixer in mixers], "_after": after}
+        return super(NemotronH, family).read(source.with_keys(**unused, **own))
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        found, after = super().read_features(source, layers), source["_after"]
+        for options in found["mixer_options"].values():
+            options["least_step"] = source.number("time_step_min", 0.0)
+        if "moe" in after:
+            found["experts.dense_layers"] = [n for n, kind in enumerate(after) if kind == "mlp"]
+        return found | {"no_mlp": [block for block, kind in enumerate(after) if not kind]}
+
+    def tensors(self, config: GPTConfig) -> Iterator[Piece]:
+        # Layers before a block: one for each mixer, and one for each MLP
+        firsts = [2 * n - sum(other < n for other in config.no_mlp) for n in range(config.layers)]
+
+        def numbered(found: re.Match[str]) -> str:
+            return f".layers.{firsts[int(found[1])] + bool(found[2])}."
+
+        for piece in super().tensors(config):
+            yield piece._replace(theirs=LAYER.sub(numbered, piece.theirs))
 
 
 class OlmoHybrid(HybridFamily):
@@ -210,7 +267,6 @@ class KimiLinear(HybridFamily, Latent):
     """Kimi Delta Attention, and latent attention without positions in other layers."""
 
     def read(self, source: ConfigJson) -> GPTConfig:
-        source.refuse_unless("tie_word_embeddings", source.flag("tie_word_embeddings"), (False,))
         # Unused, but checked by transformers
         source.refuse_unless("head_dim % 2", (source.get("head_dim") or 0) % 2, (0,))
         # As the Hub's folders have them, with layers from 1
@@ -226,9 +282,6 @@ class KimiLinear(HybridFamily, Latent):
         # There are no positions
         unused = dict.fromkeys(("head_dim", "rope_scaling", "rope_parameters"))
         return super().read(source.with_keys(**unused))
-
-    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        return super().read_features(source, layers) | {"nope_layers": list(range(layers))}
 
     def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
         return [n for n in range(layers) if n == 0 or n % 4]

@@ -22,13 +22,13 @@ from longctx.model.recurrent import Recurrent, Sizes, fla_kernel
 
 
 class Mamba2(Recurrent):
-    """A state space with one decay of each head; null: heads for twice the hidden size."""
+    """A state space with a decay of each head; null: heads for twice the width; least_step ≤ Δ."""
 
-    options = {"heads": None, "head_size": 64, "state": 128, "groups": 1}
+    options = {"heads": None, "head_size": 64, "state": 128, "groups": 1, "least_step": 0.0}
 
     @classmethod
     def sizes(cls, spec: MixerSpec) -> Sizes:
-        heads, size, state, groups = spec.options.values()
+        heads, size, state, groups, _ = spec.options.values()
         heads = 2 * spec.size // max(size, 1) if heads is None else heads
         return Sizes(groups, heads, state, size)
 
