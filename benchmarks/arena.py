@@ -2,7 +2,7 @@
 
 An entrant is a name of model.mixer=, also of a plugin, of attention.options.score=, or of SETTINGS.
 Each is a run of train.py in a process of its own, which is asked for pass keys. Then each is alone
-on the machine: steps of several lengths are timed.
+on the machine: steps of several lengths are timed. What longctx check prints of each comes last.
 """
 
 import fcntl
@@ -46,8 +46,7 @@ SETTINGS |= OWN
 # What a machine trains in about ten minutes, and the tokens of each run
 USUAL = {
     "cuda": "model.layers=8 model.channels=512 model.heads=8 model.kv_heads=8 model.ffn=1408 "
-    "model.vocab_size=null seq_len=8192 batch_size=4 accumulate=1 val_rows=64 compile=false "
-    "tracker=none",
+    "model.vocab_size=null seq_len=8192 batch_size=4 accumulate=1 compile=false tracker=none",
     "cpu": "model=tiny seq_len=512 batch_size=1 accumulate=1 val_rows=32 data.documents=200 "
     "data.vocab_size=512 tracker=none",
 }
@@ -125,14 +124,15 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     names = [x.replace(SOFTMAX, "flash") for x in options.mixers if x in {SOFTMAX, *FILES}]
     subjects = dict.fromkeys([*names, *(x for own in entrants.values() for x in plugins_of(own))])
     with ThreadPoolExecutor(jobs) as pool:
-        # Steps are timed last: their processes take the machine one after another
+        # Steps are timed when none trains; checks are last, since kernels compile in many sizes
         for measured in (compete, time_steps):
             for row, found in zip(rows, pool.map(measured, rows), strict=True):
                 row |= found
                 write_page(about, rows, out)
-            if options.check and measured is compete:
-                checks = pool.map(lambda x: check(x, end), subjects)
-                about["check"] = dict(zip(subjects, checks, strict=True))
+        if options.check:
+            checks = pool.map(lambda x: check(x, end), subjects)
+            about["check"] = dict(zip(subjects, checks, strict=True))
+            write_page(about, rows, out)
     print(f"\n{(out / 'page.md').read_text()}\nwrote {out}/page.md and {out}/page.png")
 
 
