@@ -1,8 +1,8 @@
 """A real model reads further than it was trained to: SmolLM2-135M, from 8,192 to 131,072 tokens.
 
 Its positions are stretched to the last length, and it trains in stages: first at a shorter length,
-then at the last one. A sixth of the sequences are code and a sixth docstrings, so that it keeps its
-prose. The rest are documents that ask for facts told far before (examples/needles.py). Before,
+then at the last one. A ninth of the sequences are code, two ninths docstrings, so that it keeps its
+prose, and the rest documents that ask for facts told far before (examples/needles.py). Before,
 between the stages and after, the model reads texts that it is not trained on: each hides a pass key
 and asks for it at its end. One forward gives perplexity by position and the answer. The loss of the
 Python language reference shows if it forgets prose.
@@ -205,7 +205,7 @@ def stage_of(
 ) -> list[str]:
     """Return the overrides of train.py, `training` the last ones.
 
-    A third of the sequences are text, half of it prose. The others are documents that just fill a
+    A third of the sequences are text, most of it prose. The others are documents that just fill a
     sequence, since one that is cut would ask for facts that are not there.
     """
     plugins.load(SOURCES_OF_MIX)
@@ -213,18 +213,18 @@ def stage_of(
     facts = DataConfig("needles", options.path or None, documents=1, length=4 * tokens)
     document = next(iter(SOURCES["needles"].open(facts, frozenset()).documents())).text
     length = round(0.95 * tokens * len(document) / len(tokenizer.encode(document)))
-    path = options.path
     own = [
         *(PLUGINS, f"init={trained}", f"seq_len={tokens}", f"max_steps={steps}"),
         *("batch_size=1", "accumulate=1", "data=mix", f"lr={LR if trained == model else LR / 2}"),
         # Compiling takes longer than it saves in so few steps; balanced: 13 GiB at 131,072 tokens
         *(["memory=balanced", "compile=false"] if options.device == "cuda" else ["lora.rank=16"]),
-        *([f"data.mix.{name}.path={path}" for name in ("text", "facts")] if path else []),
-        *("data.mix.text.weight=1", "data.mix.facts.weight=4", "data.mix.prose.source=docstrings"),
-        *("data.mix.facts.source=needles", f"data.mix.facts.documents={-(-2 * steps // 3)}"),
-        *(f"data.mix.facts.length={length}", "data.mix.facts.val_fraction=0"),
-        *(f"data.val_fraction={VAL_FRACTION}", f"data.documents={options.documents or 'null'}"),
-        *(f"val_every={steps}", "val_rows=2", "log_every=1", "workers=0", "tracker=none"),
+        *([f"data.mix.{x}.path={options.path}" for x in ("text", "facts")] if options.path else []),
+        *("data.mix.text.weight=0.5", "data.mix.prose.source=docstrings"),
+        *("data.mix.facts.weight=3", "data.mix.facts.source=needles"),
+        *(f"data.mix.facts.documents={-(-2 * steps // 3)}", f"data.mix.facts.length={length}"),
+        *("data.mix.facts.val_fraction=0", f"data.val_fraction={VAL_FRACTION}"),
+        *(f"data.documents={options.documents or 'null'}", f"val_every={steps}", "val_rows=2"),
+        *("log_every=1", "workers=0", "tracker=none"),
         *(f"device={options.device}", f"precision={options.precision}"),
     ]
     given = {override.partition("=")[0] for override in training}
