@@ -26,7 +26,7 @@ from tests.inputs import DEVICE, check_decoding
 LENGTHS = (1, 13, 61)  # of the prompts of a batch; the last text grows beyond the 64 positions
 NEW = 19
 # Layers without positions, parallel ones, with windows or a state: a configuration whose texts vary
-KINDS = {"smollm3": 5, "gpt_neox": 8, "starcoder2": 6, "cohere2": 4, "mistral4": 0}
+KINDS = {"smollm3": 5, "gpt_neox": 3, "starcoder2": 2, "cohere2": 4, "mistral4": 0}
 KINDS |= {"qwen2": 3, "qwen3_5_text": 1, "gemma4_text": 0}
 GROUPED: dict[str, Any] = {**SIZES, "num_key_value_heads": 2}
 
