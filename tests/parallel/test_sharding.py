@@ -38,8 +38,8 @@ register("scaled", Scaled)
 MODELS = [
     {"norm_plus_one": True, "norms": "sandwich", "qk_norm": "head"},
     {"sinks": True, "experts": {"count": 6, "per_token": 2, "ffn": 16, "router": "sigmoid_bias"}},
-    {"norms": "parallel", "norm_form": "layer", "mlp_gate": False, "mlp_bias": True},
-    {"layers": 4, "mixer": ["mamba2", "kda", "mla", "scaled"]},
+    {"norms": "parallel", "norm_form": "layer", "mlp_gate": False, "mlp_bias": True, "no_mlp": [0]},
+    {"layers": 4, "mixer": ["mamba2", "kda", "mla", "scaled"], "no_mlp": [0, 3]},
 ]
 
 
