@@ -21,7 +21,6 @@ from longctx.attention.description import AttentionConfig
 from longctx.config.doors import ObjectiveConfig
 from longctx.data import Data
 from longctx.data.sequences import IGNORED
-from longctx.model import lora
 from longctx.parallel import sharding
 from longctx.parallel.devices import check_attention
 from longctx.parallel.mesh import Parallel
@@ -109,10 +108,12 @@ def require(found: dict[str, float], allowed: dict[str, float]) -> None:
 def result(state: TrainState, sequences: list[Sequence], parallel: Parallel) -> Result:
     """Return the result of a step on the `sequences` of this rank."""
     model, found = state.module.model, Result()
-    # B of LoRA begins with zeros, with which A has no gradient; with large numbers rounding grows
-    for layer in lora.layers(model):
-        values = torch.linspace(-0.05, 0.05, layer.lora_b.numel())
-        sharding.write(layer.lora_b, values.view(layer.lora_b.shape))
+    # They begin with zeros: A of LoRA would have no gradient, and a head could take the sink of
+    # another unnoticed. With large numbers rounding grows
+    for name, weight in model.named_parameters():
+        if name.endswith((".lora_b", ".sinks", ".bias")):
+            values = torch.linspace(-0.05, 0.05, weight.numel())
+            sharding.write(weight, values.view(weight.shape))
     size = state.run.workload.batch_size
     batch = [micro_batch(sequences[i : i + size]) for i in range(0, len(sequences), size)]
 

@@ -24,18 +24,31 @@ MASKS = (("causal", None), ("documents", None), ("causal", 200))
 HEADS = ((4, 4), (8, 2))  # of queries, of keys and values
 METHODS = ("ulysses", "allgather")
 OPTIONS = {"kernel": "portable"}
+GRADIENTS = ("dq", "dk", "dv", "dkey_bias")
+NAMES = ("out", *GRADIENTS, *(f"{x} again" for x in GRADIENTS), "dsinks", "dsinks again")
 
 
 def results(context: Context, mask: Mask, given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """out, dq, dk, dv (B, T, heads, D), dkey_bias (B, T, H) of whole rows, computed in parts."""
+    """out, dq, dk, dv (B, T, heads, D), dkey_bias (B, T, H) of whole rows, computed in parts, and
+    dsinks; gradients are those of autograd, and then those from saved results.
+    """
     rows, device = given[0].shape[0], given[0].device
     mask = mask.bind(rows, TOKENS, TOKENS, device)
     shards = context.shards(mask, TOKENS)
     q, k, v, do, bias = (shards.local(x).contiguous() for x in given)
     leaves = [x.requires_grad_() for x in (q, k, v, bias)]
-    scores = Scores(key_bias=leaves[3].transpose(1, 2))
-    out = Attention("flash", OPTIONS)(*leaves[:3], shards.mask(mask), scores)
-    return [shards.gathered(x) for x in (out, *torch.autograd.grad(out, leaves, do))]
+    # Other ones in each head, or a head could take its neighbour's
+    sinks = torch.arange(1.0, 1 + q.shape[2], device=device).requires_grad_()
+    scores = Scores(sinks=sinks, key_bias=leaves[3].transpose(1, 2))
+    attention, own = Attention("flash", OPTIONS), shards.mask(mask)
+    out, lse = attention.with_lse(*leaves[:3], own, scores)
+    *grads, dsinks = torch.autograd.grad(out, [*leaves, sinks], do)
+    saved = q, k, v, out.detach(), lse.detach()
+    *again, dsinks_again, dbias = attention.backward(do, saved, own, scores)
+    for x in (dsinks, dsinks_again) if context.ranks.count > 1 else ():
+        dist.all_reduce(x)
+    rows = (*grads, *again, dbias.transpose(1, 2))
+    return [shards.gathered(x) for x in (out.detach(), *rows)] + [dsinks, dsinks_again]
 
 
 def close(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -58,9 +71,11 @@ def main(device: str, path: Path) -> None:
         bias = 0.25 * torch.arange(TOKENS).expand(2, heads[0], -1)
         given.append(bias.mT.to(device))
         pairs = zip(results(Context(), mask, given), results(shared, mask, given), strict=True)
-        names = zip(("out", "dq", "dk", "dv", "dkey_bias"), pairs, strict=True)
         same = torch.equal if method == "ulysses" else close
-        wrong = [name for name, (one, two) in names if not same(one, two)]
+        # A gradient of sinks is a sum over ranks
+        each = [same] * 9 + [close] * 2
+        named = zip(NAMES, pairs, each, strict=True)
+        wrong = [name for name, (one, two), are_same in named if not are_same(one, two)]
         differ[f"{case} {method}"] = wrong
     if dist.get_rank() == 0:
         path.write_text(json.dumps(differ))

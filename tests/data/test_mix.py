@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from longctx.data import DataConfig, Tokenizer, load
 from tests.data.conftest import check_refused, prose
@@ -104,20 +105,9 @@ def test_conversations_are_mixed_with_text(text_config, folder, corpus):
     assert 0 < scored["talk"].sum() < 10
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"mix": {}}, "data.mix is not set"),
-        ({"mix": {"a": 3}}, "data.mix.a=3: .*data.mix.a.path="),
-        ({"mix": {"a": {"pth": "x"}}}, r"data\.mix\.a\.pth is not a key; did you mean path"),
-        ({"mix": {"a": {"packing": False}}}, "data.mix.a.packing: "),
-        ({"preferences": "pairs", "mix": {"a": {}}}, "data.*preferences=pairs: data=embedded"),
-        ({"mix": {"a": {"weight": 0}}}, "data.mix.a.weight=0"),
-        ({"mix": {"a": {"source": "books"}}}, "data.mix.a: source=books: .*embedded"),
-        ({"mix": {"a": {"source": "mix"}}}, "data.mix.a: data.source=mix: "),
-        ({"mix": {"a": {"split": "x"}}}, "data.mix.a.split=x: data=embedded .*data=hub"),
-        ({"chat": True, "mix": {"a": {}}}, "data.mix.a: data.chat=true: "),
-    ],
-)
+MISTAKES = yaml.safe_load(Path(__file__).with_name("mixes.yaml").read_text())
+
+
+@pytest.mark.parametrize(("message", "changes"), MISTAKES.items())
 def test_a_mistake_is_one_line(text_config, changes, message):
     check_refused(text_config(**{"source": "mix", "path": None} | changes), message)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from longctx import plugins
@@ -104,21 +105,11 @@ def test_a_mixer_without_a_step_is_decoded_by_its_forward(capsys):
     assert "model.mixer=short has no decoding" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"mixer": ["shrt"]}, "did you mean short?"),
-        ({"mixer": []}, "model.mixer="),
-        ({"layers": 2, "mixer": ["gdn", "gdn", "softmax"]}, "model.layers=2: give one to 2"),
-        ({"mixer": ["short"], "mixer_options": {"short": {"taps": 4}}}, "options of short"),
-        ({"mixer_options": {"short": {}}}, r"model.mixer=\[softmax\]: none"),
-        ({"mixer": ["gdn"], "mixer_options": {"gdn": [1]}}, "options of gdn"),
-        ({"mixer": ["gdn"], "mixer_options": {"gdn": {"negative": "no"}}}, "its default is False"),
-        ({"mixer": ["gdn"], "mixer_options": {"gdn": {"norm_eps": "x"}}}, "its default is 0.0"),
-        ({"mixer": ["gdn"], "mixer_options": {"gdn": {"key_heads": "4"}}}, "model.mixer=gdn"),
-    ],
-)
-def test_layers_and_options_are_checked(values, message):
+MISTAKES = yaml.safe_load(Path(__file__).with_name("mixers.yaml").read_text())
+
+
+@pytest.mark.parametrize(("message", "values"), MISTAKES)
+def test_layers_and_options_are_checked(message, values):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         build(GPTConfig, values, "model.").validate()
 

@@ -25,7 +25,7 @@ CONTEXT = 16384
 # Several documents: see evaluation/test_perplexity.py
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("theta", [10000.0, 1234567.0])
-@pytest.mark.parametrize("length", [100, 2049, CONTEXT, CONTEXT + 1, 3 * CONTEXT])
+@pytest.mark.parametrize("length", [100, 2048, 2049, CONTEXT, CONTEXT + 1, 3 * CONTEXT])
 def test_rotation_is_that_of_transformers(name, theta, length):
     sizes = {"hidden_size": 64, "num_attention_heads": 1, "max_position_embeddings": CONTEXT}
     scaled = {"rope_parameters": {"rope_theta": theta, **SCALINGS[name]}}
