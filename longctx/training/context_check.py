@@ -110,10 +110,10 @@ def result(state: TrainState, sequences: list[Sequence], parallel: Parallel) -> 
     model, found = state.module.model, Result()
     # They begin with zeros: A of LoRA would have no gradient, and a head could take the sink of
     # another unnoticed. With large numbers rounding grows
-    for name, weight in model.named_parameters():
+    for name, zeros in model.named_parameters():
         if name.endswith((".lora_b", ".sinks", ".bias")):
-            values = torch.linspace(-0.05, 0.05, weight.numel())
-            sharding.write(weight, values.view(weight.shape))
+            values = torch.linspace(-0.05, 0.05, zeros.numel())
+            sharding.write(zeros, values.view(zeros.shape))
     size = state.run.workload.batch_size
     batch = [micro_batch(sequences[i : i + size]) for i in range(0, len(sequences), size)]
 
