@@ -165,7 +165,6 @@ def test_layers_that_predict_further_are_left_out(tmp_path):
         *((x, ["qkv", "out", "gate_up", "down"]) for x in ("deepseek_v3", "mistral4")),
         ("kimi_linear", ["out", "gate_up", "decay_in", "kv_up"]),
         ("nemotron_h", ["rates", "gate_up", "down"]),  # peft refuses `out` of Mamba-2 there
-        ("nemotron_h", ["qkv"]),
         *((kind, [*LORA_TARGETS]) for kind in ("gpt_neox", "starcoder2", "cohere2", "gemma4_text")),
     ],
 )

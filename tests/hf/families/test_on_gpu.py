@@ -21,6 +21,8 @@ LENGTHS = (300, 17, 195)
 WIDE: dict[str, Any] = {
     "hidden_size": 256,
     "head_dim": 64,
+    "global_head_dim": 128,  # instead of 512, which flash has not
+    "layers_block_type": ["attention", "moe", "attention", "mlp"],  # Mamba-2 takes fla-core
     "intermediate_size": 384,
     "sliding_window": 100,
     "max_position_embeddings": 1024,
@@ -56,7 +58,6 @@ def test_bf16_is_as_near_as_naive(kind, way, tmp_path):
     settings = settings_of(kind)
     settings |= {x: y for x, y in WIDE.items() if x in settings and f"qk_rope_{x}" not in settings}
     if kind == "gemma4_text":
-        settings["global_head_dim"] = 128  # instead of 512, which flash has not
         settings["hidden_size_per_layer_input"] *= way == "always"
     if "num_local_experts" in settings:
         settings.pop("num_experts", None)  # another name of the same
