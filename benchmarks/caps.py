@@ -127,8 +127,7 @@ def together(
 
 
 def cells(options: Options) -> Iterator[Point]:
-    """Yield the step of every cell of the page: the longest sequence, by the search."""
-    # The models that take longest come first: time may run short
+    """Yield the step of every cell of the page; models that take longest come first."""
     cases = [case for case in reversed(CASES) if case.model in options.models]
     for case, cap, host in itertools.product(cases, options.caps, options.hosts):
         if step := longest_step(run_of(case).workload, cap, host):
@@ -145,7 +144,8 @@ def of_cell(case: Case, cap: int, host: float, step: Workload, layers: int) -> P
     if layers:  # of all layers, the rest of what the cap and the search leave free
         gib -= (predict(replace(step, seq_len=tokens)).peak - predict(work).peak) / GIB
     name = f"{case.name}, {tokens:,} tokens under {cap} GB"
-    return Point(name, replace(run, workload=work, val_rows=1), about, gib)
+    # Of all weights, the first step has no optimizer's state yet
+    return Point(name, replace(run, workload=work, val_rows=1), about, gib, int(not work.added))
 
 
 def random_steps(count: int) -> Iterator[Point]:

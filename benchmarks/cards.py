@@ -106,9 +106,8 @@ predicted to take more.
 """
 RANDOM_TRIED = """
 And {count} models of 2 to 4 layers, with random parts, settings and a cap of 3 to 11 GiB, at the
-longest sequence predicted to fit: {fit} took two steps and a batch of validation. The prediction
-was off by {middle:.1%} in the middle, and by {worst:.1%} at most.
-"""
+longest sequence predicted to fit: {fit} took two steps and a batch of validation, {out} ran out of
+memory. Predictions were off by {middle:.1%} in the middle, and by {worst:.1%} at most."""
 CAME_IN = """
 ## Measured cards
 
@@ -180,8 +179,8 @@ def page() -> str:
     parts += [CONFIRMED.format(**caps), table(tried)]
     rows = [x for x in caps["rows"] if "cap" not in x]
     errors = sorted(abs(row["error"]) for row in rows if not row["failed"])
-    figures = {"fit": len(errors), "middle": median(errors), "worst": errors[-1]}
-    parts += [RANDOM_TRIED.format(count=len(rows), **figures)]
+    count = {"count": len(rows), "fit": len(errors), "out": len(rows) - len(errors)}
+    parts += [RANDOM_TRIED.format(**count, middle=median(errors), worst=errors[-1])]
     came_in = sorted((RESULTS / "cards").glob("*.json"))
     cards = {path.name: json.loads(path.read_text()) for path in came_in}
     steps = (row for name, card in cards.items() for row in step_rows(name, card))

@@ -69,7 +69,7 @@ def draw_cards(axis: Axes) -> None:
         hollow = {"markerfacecolor": "white"} if "predicted" in label else {"markersize": 9}
         axis.plot(list(tokens), list(tokens.values()), style, color=color, label=label, **hollow)
         for gb in (24, 80):
-            at = (8, 2) if "stepped" in label else (6, -11)
+            at = (-40, 9) if "stepped" in label else (6, -11)
             near = {"xytext": at, "textcoords": "offset points", "fontsize": 8.5}
             axis.annotate(f"{tokens[gb]:,}", (gb, tokens[gb]), **near)
     title = "8B, LoRA on 4-bit weights: the longest sequence"

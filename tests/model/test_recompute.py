@@ -22,6 +22,7 @@ from longctx.kernels import HAS_TRITON
 from longctx.model import GPT, GPTConfig, layers, lora, offload, recompute
 from longctx.model.layers import Block
 from longctx.model.offload import HostBuffers, pinned
+from longctx.model.rope import Rope
 from longctx.planner import block_memory
 from longctx.planner.peak_memory import attends_again
 from longctx.spec.experts import ExpertsConfig
@@ -210,6 +211,15 @@ def test_a_block_in_one_piece_holds_no_more_than_attentions_output(monkeypatch):
         with LiveMemory() as half:
             block.after(x, out)
     assert whole.peak == half.peak + x.nbytes
+
+
+def test_a_graph_that_is_kept_holds_no_angles_after_backward(monkeypatch):
+    angles, of_rope = list[weakref.ref[Tensor]](), Rope.forward
+    noted = lambda *x: angles.append(weakref.ref((made := of_rope(*x))[0])) or made  # noqa: E731
+    monkeypatch.setattr(Rope, "forward", noted)
+    loss = make(WAYS["every second"])(*batch())
+    loss.backward()
+    assert loss.grad_fn is not None and angles[0]() is None
 
 
 PARTS = {
