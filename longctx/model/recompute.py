@@ -87,8 +87,7 @@ class _Tape:
     held: SavedTensors | None = None
 
     def __post_init__(self) -> None:
-        self.tile = self.memory.mlp_tile or 0  # tokens; 0: all
-        self.every = self.memory.keep_every or 1
+        self.tile, self.every = self.memory.mlp_tile or 0, self.memory.keep_every or 1  # 0: all
         self.surroundings = _surroundings(self.device.type)
         # Short windows cost least
         order = sorted(range(len(self.masks)), key=lambda i: self.masks[i].window or math.inf)
@@ -262,13 +261,12 @@ def _block_backward(tape: _Tape, i: int, x: Tensor, dy: Tensor, sums: _Sums) -> 
 
     # before
     if one_tile:
-        outputs, leaves, douts = (leaf, *qkv), (leaf, *sums.weights), (dx, *dqkv)
-        dx, *dweights = torch.autograd.grad(outputs, leaves, douts, allow_unused=True)
-        sums.add(dweights)
-        return dx
+        outputs, leaves = (leaf, *qkv), (leaf, *sums.weights)
+        every = torch.autograd.grad(outputs, leaves, (dx, *dqkv), allow_unused=True)
+        sums.add(every[1:])
+        return every[0]
     before = lambda x, *angles: (x, *block.before(x, *angles))  # noqa: E731
-    gradients_in_tiles(before, tape.tile, (x,), tape.angles[i], (dx, *dqkv), sums, [dx])
-    return dx
+    return gradients_in_tiles(before, tape.tile, (x,), tape.angles[i], (dx, *dqkv), sums, [dx])[0]
 
 
 def _attention_backward(

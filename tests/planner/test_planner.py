@@ -109,7 +109,6 @@ def test_auto_takes_the_fastest_settings_that_fit():
     assert (narrow.optimizer_state, narrow.mlp_tile) == ("bf16", 16384)
 
 
-# Words of a step, a card and its GiB of host memory
 @pytest.mark.parametrize(("words", "gpu", "host"), FIGURES["searched"])
 @pytest.mark.parametrize("tokens", [4096, 16384, 65536, 131072, 262144])
 def test_a_search_is_never_slower_than_a_policy(words, gpu, host, tokens):
