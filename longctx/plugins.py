@@ -47,11 +47,11 @@ def _load(argument: str, expected: str) -> str:
         module.__file__ = str(path)
         try:
             exec(compile(source, path, "exec", dont_inherit=True), vars(module))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             del sys.modules[name]
-            # A SyntaxError has its own line, others the last one in this file
+            # A SyntaxError has its own line, others the last one in this file; a zero byte has none
             lines = [x.lineno for x in extract_tb(error.__traceback__) if x.filename == str(path)]
-            line = getattr(error, "lineno", None) or lines[-1]
+            line = getattr(error, "lineno", None) or [1, *lines][-1]
             problem = f"line {line}: {type(error).__name__}: {error}"
             raise ValueError(f"plugins={argument}: {problem}") from error
     return f"{path}{HASH}{digest}"

@@ -137,6 +137,8 @@ def test_plan_knows_a_backend_of_a_plugin(here, capsys):
         ("bad.py", "x = 1\n\nraise KeyError('a\\nb')\n", "plugins=bad.py: line 3: KeyError"),
         ("bad.py", "import nowhere.at.all\n", "plugins=bad.py: line 1: ModuleNotFoundError"),
         ("bad.py", "def f():\n    return 1 / 0\n\n\nf()\n", "line 2: ZeroDivisionError"),
+        ("bad.py", "x = 1\nexit(x)\n", "line 2: SystemExit: 1"),
+        ("bad.py", "x = 1\n\0\n", "plugins=bad.py: line 1: "),
         ("none.py", None, "plugins=none.py: no such file"),
         ("my.py", PLUGIN.replace('f"Line {number} of a poem. " * 30', "None"), "poem 0: its text"),
     ],

@@ -121,9 +121,8 @@ def test_tokens_before_a_token_are_counted(config, seq_len, lengths):
 
 
 def test_documents_that_do_not_reach_are_mentioned(text_config):
-    reached, first, missed = (
-        load(text_config(), n).summary()["far_back"] for n in (64, 4096, 50_000)
-    )
+    each = (load(text_config(), n).summary()["far_back"] for n in (64, 4096, 50_000))
+    reached, first, missed = each
     assert "more than 2,048 of their own document" in first
     assert "hardly" not in reached and "more than 32 of their own document: " in reached
     assert "hardly reach half of seq_len=50,000" in missed and "32,768" in missed
