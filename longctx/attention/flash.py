@@ -109,9 +109,9 @@ class Flash(Backend):
 def _intervals(mask: Mask) -> Intervals:
     """Return the `Intervals` of a bound mask."""
     ends: tuple[Any, Any, Any, Any] = mask.first, mask.last, mask.qfirst, mask.qlast
-    span = "packed" if mask.doc_ids is not None else "long" if mask.window is None else "window"
-    if mask.window is not None and mask.window <= SHORT:
-        span = "short"
+    unbounded = "brief" if ends[2].shape[-1] <= SHORT else "long"
+    span = "packed" if mask.doc_ids is not None else "window" if mask.window else unbounded
+    span = "short" if mask.window is not None and mask.window <= SHORT else span
     return Intervals(*ends, span)
 
 

@@ -32,8 +32,8 @@ class Intervals(NamedTuple):
     """Keys that each query sees, and the transpose, int32; both ends are included.
 
     `first`, `last` are (B or 1, Tq), `qfirst`, `qlast` (B or 1, Tk). `span` is "short" if no query
-    sees more than SHORT keys, else "packed" for documents, else "window" or "long". Tiles and their
-    order are chosen by it; results do not depend on it.
+    sees more than SHORT keys of a window, else "packed" for documents, "window", "brief" for up to
+    SHORT keys, or "long". Tiles and their order are chosen by it; results do not depend on it.
     """
 
     first: Tensor

@@ -294,12 +294,10 @@ def step(
     """
     qs, ks, vs, dos, lses, deltas = buffers
     dtype: gl.constexpr = qs[0].dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
-    )
+    zeros = zero_product(BM)
+    s_layout: gl.constexpr = zeros.type.layout
     a_layout: gl.constexpr = dk[0].type.layout
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=a_layout, k_width=2)
-    zeros = gl.zeros([KEYS, BM], gl.float32, layout=s_layout)
     now, after = it & 1, (it + 1) & 1
     k_at = count % loaded.k_full.shape[0] + (it & zero)
     if PARTS == 1:
@@ -386,10 +384,8 @@ def consumer(
     qs, ks, vs = buffers.qs, buffers.ks, buffers.vs
     q_full, _, k_full, k_empty, v_full, v_empty = loaded
     dtype: gl.constexpr = qs[0].dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
-    )
-    zeros = gl.zeros([KEYS, BM], gl.float32, layout=s_layout)
+    zeros = zero_product(BM)
+    s_layout: gl.constexpr = zeros.type.layout
     K_SLOTS: gl.constexpr = k_full.shape[0]
     V_SLOTS: gl.constexpr = v_full.shape[0]
     OUTPUT_IN_DS: gl.constexpr = BM >= 2 * D  # see output_buffers

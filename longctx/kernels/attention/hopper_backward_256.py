@@ -253,10 +253,8 @@ def consumer(
     q_full, do_full, k_full, k_empty, v_full, v_empty = loaded
     _, _, _, Tq, Tk, Hq, _, _, _ = schedule
     dtype: gl.constexpr = qs[0].dtype
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
-    )
-    zeros = gl.zeros([N, N], gl.float32, layout=layout)
+    zeros = zero_product(N)
+    layout: gl.constexpr = zeros.type.layout
     it = 0
     count = 0
     t = pop(queue, count, 4)

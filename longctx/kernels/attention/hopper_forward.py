@@ -88,6 +88,7 @@ from longctx.kernels.attention.hopper_primitives import (
     tile_queue,
     tma_load,
     zero_parts,
+    zero_product,
 )
 from longctx.kernels.attention.launch import multiprocessors
 from longctx.kernels.attention.portable import (
@@ -109,9 +110,8 @@ class ForwardConfig(NamedTuple):
     the kernel, by these names in capitals.
 
     `pingpong`: consumers issue their products in turn. `overlap`: softmax stays ahead of the wait
-    for the product before it. `masked_loop`: masked tiles have a loop of their own even if the
-    maximum follows the scores. `own_bounds`: in it a consumer masks only what its own queries see
-    in part. `out_in_q`: out leaves from q's memory, so q is loaded again later.
+    for the product before it. `own_bounds`: a consumer masks only what its own queries see in part.
+    `out_in_q`: out leaves from q's memory, so q is loaded again later.
     """
 
     BN: int
@@ -120,7 +120,6 @@ class ForwardConfig(NamedTuple):
     registers: int
     pingpong: bool
     overlap: bool
-    masked_loop: bool
     own_bounds: bool = False
     out_in_q: bool = False
 
@@ -146,21 +145,22 @@ class ForwardLoaded(NamedTuple):
 
 
 CONFIGS = {  # by head size
-    64: ForwardConfig(128, 3, 3, 160, True, False, True),
-    96: ForwardConfig(128, 3, 2, 240, True, False, False),
-    128: ForwardConfig(128, 2, 2, 240, True, True, False),
-    192: ForwardConfig(64, 3, 2, 240, True, True, False, out_in_q=True),
-    256: ForwardConfig(64, 2, 2, 240, True, False, False, out_in_q=True),
+    64: ForwardConfig(128, 3, 3, 160, True, False),
+    96: ForwardConfig(128, 3, 2, 240, True, False),
+    128: ForwardConfig(128, 2, 2, 240, True, True),
+    192: ForwardConfig(64, 3, 2, 240, True, True, out_in_q=True),
+    256: ForwardConfig(64, 2, 2, 240, True, False, out_in_q=True),
 }
 # Configs that are faster for a span of `Intervals` and a head size. In short windows consumers do
-# not take turns, and each begins at its own first keys. Documents have many tiles that are seen in
-# part, and fewer with fewer queries in each. One H200, 65,536 tokens, heads of 64, median ms with
-# CONFIGS → with these: 64/8 heads, window 128: 1.26 → 1.14, with sinks 1.37 → 1.24; 32/8 heads,
-# documents of 3,000: 2.42 → 2.02; 64/8, with sinks: 4.34 → 4.02; but 16,384 keys: 1.96 → 2.09
+# not take turns, and each begins at its own first keys. Documents and short sequences have many
+# tiles that are seen in part, and fewer with fewer queries in each. One H200, heads of 64, median
+# ms with CONFIGS → with these: window 128: 1.26 → 1.14; 16 sequences of 1,024: 0.259 → 0.231;
+# documents of 3,000: 2.42 → 2.02, with sinks: 4.34 → 4.02; but 16,384 keys: 1.96 → 2.09
 OTHER_CONFIGS = {
     ("short", 256): CONFIGS[256]._replace(pingpong=False),
-    ("short", 64): ForwardConfig(64, 4, 3, 160, False, False, True, True),
-    ("packed", 64): ForwardConfig(128, 3, 2, 240, True, False, True, True),
+    ("short", 64): ForwardConfig(64, 4, 3, 160, False, False, True),
+    ("packed", 64): ForwardConfig(128, 3, 2, 240, True, False, True),
+    ("brief", 64): ForwardConfig(128, 3, 2, 240, True, False, True),
 }
 ROWS = gl.constexpr(64)  # queries of a consumer warpgroup
 LARGEST = gl.constexpr(2.0**32)  # sum of a row whose maximum is fixed
@@ -220,18 +220,41 @@ def first_query(rank, Tq, tiles, BM: gl.constexpr, BN: gl.constexpr):
 
 
 @gluon.jit
+def seen_tiles(first, last, m0, BM: gl.constexpr, Tq, BN: gl.constexpr, SPLIT: gl.constexpr):
+    """Return `visible_tiles`; with SPLIT also if the queries are of two documents.
+
+    Then those of the second see none of the tiles full_lo .. full_hi-1, those of the first all.
+    """
+    start, end = gl.maximum(m0, 0), gl.minimum(m0 + BM, Tq)
+    lo, full_lo, full_hi, masked = visible_tiles(first, last, start, end, BN)
+    if SPLIT:
+        first_lo, border = gl.load(first + start), gl.load(first + end - 1)
+        if (border > first_lo) & (border > start) & (border < end):
+            # no query before the border sees less than the first one, none behind it a key before
+            is_border = gl.load(first + border) == border
+            if is_border & (gl.load(first + border - 1) == first_lo):
+                n = masked + full_hi - full_lo
+                full_lo = gl.cdiv(first_lo, BN)
+                full_hi = gl.minimum(border, gl.load(last + start) + 1) // BN
+                full_hi = gl.maximum(full_hi, full_lo)
+                masked = n - (full_hi - full_lo)
+    return lo, full_lo, full_hi, masked
+
+
+@gluon.jit
 def producer(
     q, k, v, bias, references,
     buffers, loaded, queue, sink_slots,
-    counter, retry, first, last, sinks, stride_ib,
-    Tq, Hq, tiles, heads, l2_heads,
+    counter, retry, sinks, schedule,
     GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, RETRY: gl.constexpr, SINKS: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SPLIT: gl.constexpr,
+    RETRY: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """Hand out tiles in the order of the schedule, and load the consumers' operands."""
     qs, ks, vs, biases = buffers
     BIASES: gl.constexpr = 0 if bias is None else BN
     q_full, q_empty, k_full, v_full = loaded
+    first, last, stride_ib, Tq, Hq, tiles, heads, l2_heads = schedule
     gl.static_assert(STAGES <= MOST_STAGES, "there are named barriers for four stages")
     BM: gl.constexpr = ROWS * CONSUMERS
     it = 0
@@ -251,12 +274,8 @@ def producer(
         b = row_head // Hq
         h = row_head % Hq
         hk = h // GROUP
-        lo, full_lo, full_hi, masked = visible_tiles(
-            first + b * stride_ib,
-            last + b * stride_ib,
-            gl.maximum(m0, 0),
-            gl.minimum(m0 + BM, Tq),
-            BN,
+        lo, full_lo, full_hi, masked = seen_tiles(
+            first + b * stride_ib, last + b * stride_ib, m0, BM, Tq, BN, SPLIT
         )
         n = masked + full_hi - full_lo
         # q: one box for each consumer
@@ -346,12 +365,9 @@ def attend(
     by its v. `FIXED_MAX`: m stays, and r counts, with `plain`, the row sums of the pending tile;
     otherwise these two mean nothing.
     """
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
-    )
+    zeros = zero_product(BN)
     o_layout: gl.constexpr = acc[0].type.layout
     now, before, after = it % STAGES, pending % STAGES, (it + 1) % STAGES
-    zeros = gl.zeros([ROWS, BN], gl.float32, layout=s_layout)
 
     # issue both products: s = q·k(it) and acc += p(pending)·v(pending)
     if PINGPONG:
@@ -368,13 +384,14 @@ def attend(
     # softmax, while p·v is in flight
     s = warpgroup_mma_wait(PARTS, deps=(s_async,))
     bar_arrive(K_EMPTY + now, 128 * CONSUMERS + 32)
-    if cap is not None:
+    AT_ONCE: gl.constexpr = FIXED_MAX and cap is not None and biases is None
+    if cap is not None and not AT_ONCE:
         s = softcapped(s, cap)
     s = biased(s, biases, it, own, scale_log2)
     if masked:
         s = bounded(s, n0, first_i, last_i, inner, OWN_BOUNDS)
     if FIXED_MAX:
-        p = gl.exp2(s * scale_log2 - m[:, None])
+        p = softcapped(s, cap, scale_log2, m) if AT_ONCE else gl.exp2(s * scale_log2 - m[:, None])
         plain = row_sums(p, ROWS, BN)
         l += plain
     else:
@@ -419,30 +436,24 @@ def release_unseen(
 @gluon.jit
 def consumer(
     out, lse,
-    buffers, outs, loaded, queue, sink_slots,
-    retry, first, last, stride_ib, scale_log2, cap,
-    Tq, Hq, tiles, heads, l2_heads,
-    PARTS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
-    MASKED_LOOP: gl.constexpr, OWN_BOUNDS: gl.constexpr, OUT_IN_Q: gl.constexpr,
-    FIXED_MAX: gl.constexpr, SINKS: gl.constexpr, C: gl.constexpr,
+    buffers, outs, loaded, queue, sink_slots, retry, schedule, scale_log2, cap,
+    PARTS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, OWN_BOUNDS: gl.constexpr, OUT_IN_Q: gl.constexpr,
+    SPLIT: gl.constexpr, FIXED_MAX: gl.constexpr, SINKS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Compute out and lse of consumer C's 64 queries of each tile."""
     qs, ks, vs, biases = buffers
     q_full, q_empty, k_full, v_full = loaded
+    first, last, stride_ib, Tq, Hq, tiles, heads, l2_heads = schedule
     dtype: gl.constexpr = out[0].dtype
     BM: gl.constexpr = ROWS * CONSUMERS
     # may a consumer see none of a masked tile, or have no queries at all?
     UNEVEN: gl.constexpr = BM > BN
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
-    )
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, qs[0].shape[2], 16]
-    )
+    zeros = zero_product(BN)
+    s_layout: gl.constexpr = zeros.type.layout
+    o_layout: gl.constexpr = zero_product(qs[0].shape[2]).type.layout
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    zeros = gl.zeros([ROWS, BN], gl.float32, layout=s_layout)
     if PINGPONG and C == CONSUMERS - 1:
         bar_arrive(TURN, 256)  # the first turn is consumer 0's
     it = 0
@@ -456,12 +467,8 @@ def consumer(
         m0 = first_query(rank, Tq, tiles, BM, BN)
         b = row_head // Hq
         h = row_head % Hq
-        lo, full_lo, full_hi, masked = visible_tiles(
-            first + b * stride_ib,
-            last + b * stride_ib,
-            gl.maximum(m0, 0),
-            gl.minimum(m0 + BM, Tq),
-            BN,
+        lo, full_lo, full_hi, masked = seen_tiles(
+            first + b * stride_ib, last + b * stride_ib, m0, BM, Tq, BN, SPLIT
         )
         n = masked + full_hi - full_lo
 
@@ -514,48 +521,39 @@ def consumer(
             after = begin + 1
             mbarrier.wait(k_full.index(after % STAGES), after // STAGES & 1, pred=n > passed + 1)
 
-            # masked tiles. A consumer passes over tiles out of its sight, and holds the pending v
-            # meanwhile: for one tile less than there are stages, since the next k comes after all v
-            # before it.
-            steady = n
-            if MASKED_LOOP or FIXED_MAX:
-                steady = gl.maximum(masked, 1)
+            # masked tiles, then the others. A consumer passes over tiles out of its sight, and
+            # holds the pending v meanwhile: for one tile less than there are stages, since the next
+            # k comes after all v before it.
+            steady = gl.maximum(masked, 1)
             pending = begin
             r = gl.zeros_like(l)
             plain = r  # so far the largest p was 1: rounding does not lean
-            for x in range(passed + 1, steady):
-                n0 = masked_tile(x, lo, full_lo, full_hi) * BN
-                if not UNEVEN or (x >= masked) | (n0 <= upper) & (n0 + BN > lower) | (
-                    it + x - pending >= STAGES - 1
-                ):
-                    p16, m, l, r, plain, acc = attend(
-                        q_own, p16, m, l, r, plain, acc,
-                        ks, vs, k_full, v_full,
-                        it + x, pending if UNEVEN else it + x - 1, x + 1 < n,
-                        MASKED_LOOP or FIXED_MAX or x < masked, n0,
-                        first_i, last_i, inner, scale_log2, cap, biases, own,
-                        BN, STAGES, PINGPONG, OVERLAP, OWN_BOUNDS, False, C, CONSUMERS, PARTS,
-                    )  # fmt: skip
-                    pending = it + x
-                else:
-                    release_unseen(
-                        k_full, v_full, it + x, x + 1 < n, STAGES, PINGPONG, C, CONSUMERS
-                    )
+            for STEADY in gl.static_range(2):
+                if FIXED_MAX and STEADY:
+                    # of a row that saw no tile so far, and will
+                    m = gl.where((m == float("-inf")) & (steady < n), 0.0, m)
+                    own_m = m
+                    if SPLIT:  # p is 0 in a second document
+                        m = gl.where(first_i > full_lo * BN, float("inf"), m)
+                for x in range(steady if STEADY else passed + 1, n if STEADY else steady):
+                    n0 = masked_tile(x, lo, full_lo, full_hi) * BN
+                    seen = (n0 <= upper) & (n0 + BN > lower) | (it + x - pending >= STAGES - 1)
+                    if STEADY or not UNEVEN or seen:
+                        p16, m, l, r, plain, acc = attend(
+                            q_own, p16, m, l, r, plain, acc,
+                            ks, vs, k_full, v_full,
+                            it + x, pending if UNEVEN else it + x - 1, x + 1 < n,
+                            not STEADY, n0, first_i, last_i, inner, scale_log2, cap, biases, own,
+                            BN, STAGES, PINGPONG, OVERLAP, OWN_BOUNDS, FIXED_MAX and STEADY,
+                            C, CONSUMERS, PARTS,
+                        )  # fmt: skip
+                        pending = it + x
+                    else:
+                        release_unseen(
+                            k_full, v_full, it + x, x + 1 < n, STAGES, PINGPONG, C, CONSUMERS
+                        )
             if FIXED_MAX:
-                # of a row that saw no tile so far, and will
-                m = gl.where((m == float("-inf")) & (steady < n), 0.0, m)
-
-            # steady state: tiles that need no mask
-            if MASKED_LOOP or FIXED_MAX:
-                for x in range(steady, n):
-                    p16, m, l, r, plain, acc = attend(
-                        q_own, p16, m, l, r, plain, acc,
-                        ks, vs, k_full, v_full,
-                        it + x, pending if UNEVEN else it + x - 1, x + 1 < n,
-                        False, 0, first_i, last_i, inner, scale_log2, cap, biases, own,
-                        BN, STAGES, PINGPONG, OVERLAP, OWN_BOUNDS, FIXED_MAX, C, CONSUMERS, PARTS,
-                    )  # fmt: skip
-                    pending = it + x
+                m = own_m
             if not UNEVEN:
                 pending = it + n - 1
 
@@ -617,7 +615,7 @@ def forward_kernel(
     shared: gl.constexpr, shared_kv: gl.constexpr, shared1: gl.constexpr, shared1_kv: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
-    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, MASKED_LOOP: gl.constexpr,
+    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
     OWN_BOUNDS: gl.constexpr, OUT_IN_Q: gl.constexpr,
     FIXED_MAX: gl.constexpr, RETRY: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
@@ -633,6 +631,7 @@ def forward_kernel(
     dtype: gl.constexpr = q.dtype
     D0: gl.constexpr = D - D1
     PARTS: gl.constexpr = 1 if D1 == 0 else 2
+    SPLIT: gl.constexpr = FIXED_MAX and OWN_BOUNDS and ROWS * CONSUMERS <= BN
     qs = part_buffers(dtype, CONSUMERS, ROWS, D0, shared, D1, shared1)
     outs = qs
     if not OUT_IN_Q:
@@ -650,6 +649,7 @@ def forward_kernel(
     )  # fmt: skip
     loaded = ForwardLoaded(q_full, q_empty, k_full, v_full)
     queue = tile_queue(CONSUMERS)
+    schedule = first, last, stride_ib, Tq, Hq, tiles, heads, l2_heads
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     sink_slots = gl.allocate_shared_memory(gl.float32, [SINK_SLOTS, 1], one)
     for i in gl.static_range(CONSUMERS):
@@ -665,17 +665,14 @@ def forward_kernel(
     gl.warp_specialize([
         (consumer, (
             (out, out1)[:PARTS], lse,
-            buffers, outs, loaded, queue, sink_slots,
-            retry, first, last, stride_ib, scale_log2, cap,
-            Tq, Hq, tiles, heads, l2_heads,
+            buffers, outs, loaded, queue, sink_slots, retry, schedule, scale_log2, cap,
             PARTS, BN, STAGES, CONSUMERS,
-            PINGPONG, OVERLAP, MASKED_LOOP, OWN_BOUNDS, OUT_IN_Q, FIXED_MAX, SINKS, c,
+            PINGPONG, OVERLAP, OWN_BOUNDS, OUT_IN_Q, SPLIT, FIXED_MAX, SINKS, c,
         )) if c < CONSUMERS else (producer, (
             (q, q1)[:PARTS], (k, k1)[:PARTS], (v, v1)[:PARTS], bias, references,
             buffers, loaded, queue, sink_slots,
-            counter, retry, first, last, sinks, stride_ib,
-            Tq, Hq, tiles, heads, l2_heads,
-            GROUP, D, BN, STAGES, CONSUMERS, RETRY, SINKS,
+            counter, retry, sinks, schedule,
+            GROUP, D, BN, STAGES, CONSUMERS, SPLIT, RETRY, SINKS,
         ))
         for c in (0, 1, 2, 3)[: CONSUMERS + 1]
     ], [4, 4, 1][3 - CONSUMERS :], [REGISTERS, REGISTERS, 24][3 - CONSUMERS :])

@@ -203,57 +203,66 @@ def rounding_error(p16, plain, limit):
     return gl.convert_layout(error, plain.type.layout)
 
 
-# For |x| < 0.75 tanh(x) is a sum of TANH[k] · x^(2k + 1), to 2^-16 of itself
-TANH = (1.0, -0.33286116, 0.12802248, -0.03606343)
-HALF = 0.375
+# For |x| < 0.45 tanh(x) is a sum of TANH[k] · x^(2k + 1), to 2^-16 of itself
+TANH = (1.0, -0.33248236, 0.11938138)
 TOGETHER = 8  # numbers in turn: an instruction would wait for the one before it
 # of a hidden key in place of -inf: its square is finite, and p = 0 takes the slope 1 - tanh²
 HIDDEN_TANH = gl.constexpr(-(2.0**63))
 
 
 @gluon.constexpr_function
-def _softcapped(N):
-    """Return PTX of `softcapped` for N numbers of a thread: N results, then N of x / HALF."""
-    last, *others = (f"{c * HALF ** (2 * k + 1):.9e}" for k, c in reversed([*enumerate(TANH)]))
-    polynomial = [
-        f"mul.f32 y#, IN, IN; mov.f32 OUT, {last};",
-        *(f"fma.rn.f32 OUT, OUT, y#, {c};" for c in others),
-        "mul.f32 OUT, OUT, IN;",
-    ]
+def _softcapped(N, EXPONENTIALS):
+    """Return PTX of `softcapped` for N numbers of a thread: N results, then N of s and of cap.
+
+    With EXPONENTIALS N of scale follow, and N of its row's -m.
+    """
+    cap, scale = f"${2 * N}", f"${3 * N}" if EXPONENTIALS else "1.0"
+    polynomial = ["mul.f32 y#, IN, IN;", "fma.rn.f32 OUT, y#, c2, c1;"]
+    polynomial += ["fma.rn.f32 OUT, OUT, y#, c0;", "mul.f32 OUT, OUT, IN;"]
     exponential = [  # 1 - 2 / (1 + exp(2 x))
-        f"mul.f32 y#, IN, {2 * HALF * LOG2E.value:.9e};",
+        "mul.f32 y#, IN, e;",
         *("ex2.approx.ftz.f32 y#, y#;", "add.f32 y#, y#, 1.0;", "rcp.approx.ftz.f32 y#, y#;"),
         "fma.rn.f32 OUT, y#, -2.0, 1.0;",
     ]
-    lines = [f".reg .pred any; .reg .b32 bits; .reg .f32 y<{N}>; mov.b32 bits, 0;"]
-    lines += [f"or.b32 bits, bits, ${N + i};" for i in range(N)]
-    lines += [  # this bit of a float, here x / HALF, is set from 2 on
-        "and.b32 bits, bits, 0x40000000; setp.ne.b32 any, bits, 0;",
-        "vote.sync.any.pred any, any, 0xffffffff;",
-        "@any bra.uni LARGE;",
+    if EXPONENTIALS:
+        exp2 = "ex2.approx.ftz.f32 OUT, OUT;"
+        polynomial[-1:] = ["fma.rn.f32 OUT, OUT, IN, ROW;", exp2]
+        exponential += [f"fma.rn.f32 OUT, OUT, {scale}, ROW;", exp2]
+    lines = [f".reg .pred any; .reg .f32 square, c, c0, c1, c2, e, y<{N}>;"]
+    # coefficients of s in place of x = cap · s, times scale
+    lines += [f"mul.f32 square, {cap}, {cap}; mul.f32 c, {cap}, {scale};"]
+    lines += [f"mul.f32 c{k}, c, {x:.9e}; mul.f32 c, c, square;" for k, x in enumerate(TANH)]
+    lines += [f"abs.f32 y{i}, ${N + i};" for i in range(N)]
+    lines += [f"max.f32 y{i % 8}, y{i % 8}, y{i};" for i in range(8, N)]
+    lines += [f"max.f32 y{i}, y{i}, y{i + half};" for half in (4, 2, 1) for i in range(half)]
+    lines += [
+        f"mul.f32 e, y0, {cap}; setp.ge.f32 any, e, 0.45;",
+        "vote.sync.any.pred any, any, 0xffffffff; @any bra.uni LARGE;",
     ]
-    for way, end in ((polynomial, "bra.uni DONE; LARGE:"), (exponential, "DONE:")):
+    large = f"bra.uni DONE; LARGE: mul.f32 e, {cap}, {2 * LOG2E.value:.9e};"
+    for way, end in ((polynomial, large), (exponential, "DONE:")):
         for start in range(0, N, TOGETHER):
             for line in way:
                 for i in range(start, start + TOGETHER):
                     own = line.replace("IN", f"${N + i}").replace("OUT", f"${i}")
-                    lines.append(own.replace("#", str(i)))
+                    lines.append(own.replace("ROW", f"${4 * N + i}").replace("#", str(i)))
         lines.append(end)
     return "\n".join(["{", *lines, "}"])
 
 
 @gluon.jit
-def softcapped(s, cap):
-    """Return tanh(HALF · cap · s), s a matrix product.
+def softcapped(s, cap, scale=None, m=None):
+    """Return tanh(cap · s), s a matrix product, or exp2(scale · tanh(cap · s) - m).
 
     Of heads of 64 channels an exponential takes as long as a score's products. So a warp whose
-    numbers all are below 0.75 takes a polynomial, others an exponential and a reciprocal, to 2^-22
+    numbers all are below 0.45 takes a polynomial, others an exponential and a reciprocal, to 2^-22
     of 1. It decides by a branch, as in `rounding_error`.
     """
     N: gl.constexpr = s.shape[0] * s.shape[1] // 128
-    return gl.inline_asm_elementwise(
-        _softcapped(N), _operands("=&f", N, 0, N), [s * cap], dtype=gl.float32, is_pure=True, pack=N
-    )
+    PTX: gl.constexpr = _softcapped(N, m is not None)
+    given = [s, cap] if m is None else [s, cap, scale, (-m)[:, None].broadcast_to(s.shape)]
+    operands: gl.constexpr = _operands("=&f", N, 0, len(given) * N)
+    return gl.inline_asm_elementwise(PTX, operands, given, gl.float32, True, N)
 
 
 @gluon.jit
@@ -391,7 +400,7 @@ def exponents(scores: Scores) -> tuple[float, float | None]:
     assert scores.scale is not None
     if scores.softcap is None:
         return scores.scale * LOG2E.value, None
-    return scores.softcap * LOG2E.value, scores.scale / scores.softcap / HALF
+    return scores.softcap * LOG2E.value, scores.scale / scores.softcap
 
 
 def split(size: int) -> tuple[int, int]:
