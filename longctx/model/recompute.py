@@ -226,7 +226,7 @@ class _Block(torch.autograd.Function):
         del tape.saved[i]
         tape.outputs.pop(i, None)
         tape.held = None
-        if not tape.saved:  # whoever holds this graph still holds no angles: 0.5 KB a token
+        if not tape.saved:  # what torch.compile traced in the first backward keeps its tape alive
             tape.angles = tape.masks = ()
         return dx, None, None, *sums.gradients()
 
