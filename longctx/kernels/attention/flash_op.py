@@ -185,11 +185,15 @@ def trusted(
 ) -> Callable[..., Any]:
     """Return the kernels of a pass, "forward" or "backward", self-tested for tensors like q, k."""
     run: Callable[..., Any] = getattr(kernels(implementation, q.device), part)
-    # a compiler can break kernels; a CPU runs torch, or interprets
-    if q.device.type != "cpu" and implementation.startswith("triton"):
+    if _needs_trust(q, implementation):
         sinks, bias, softcap = (x is not None for x in (*scores[2:], scores.softcap))
         trust(part, implementation, q, k, run, sinks, span, bias, softcap)
     return run
+
+
+def _needs_trust(q: Tensor, implementation: str) -> bool:
+    """Return True if a compiler could have broken the kernels: a CPU runs torch, or interprets."""
+    return q.device.type != "cpu" and implementation.startswith("triton")
 
 
 @forward_op.register_fake

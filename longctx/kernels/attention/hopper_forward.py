@@ -244,11 +244,9 @@ def seen_tiles(first, last, m0, BM: gl.constexpr, Tq, BN: gl.constexpr, SPLIT: g
 @gluon.jit
 def producer(
     q, k, v, bias, references,
-    buffers, loaded, queue, sink_slots,
-    counter, retry, sinks, schedule,
-    GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SPLIT: gl.constexpr,
-    RETRY: gl.constexpr, SINKS: gl.constexpr,
+    buffers, loaded, queue, sink_slots, counter, retry, sinks, schedule,
+    GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, SPLIT: gl.constexpr, RETRY: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """Hand out tiles in the order of the schedule, and load the consumers' operands."""
     qs, ks, vs, biases = buffers
@@ -615,8 +613,7 @@ def forward_kernel(
     shared: gl.constexpr, shared_kv: gl.constexpr, shared1: gl.constexpr, shared1_kv: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
-    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
-    OWN_BOUNDS: gl.constexpr, OUT_IN_Q: gl.constexpr,
+    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, OWN_BOUNDS: gl.constexpr, OUT_IN_Q: gl.constexpr,
     FIXED_MAX: gl.constexpr, RETRY: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """Compute out (B, Tq, Hq, D) contiguous and lse (B, Hq, Tq); the first ten are tensor maps.
@@ -670,8 +667,7 @@ def forward_kernel(
             PINGPONG, OVERLAP, OWN_BOUNDS, OUT_IN_Q, SPLIT, FIXED_MAX, SINKS, c,
         )) if c < CONSUMERS else (producer, (
             (q, q1)[:PARTS], (k, k1)[:PARTS], (v, v1)[:PARTS], bias, references,
-            buffers, loaded, queue, sink_slots,
-            counter, retry, sinks, schedule,
+            buffers, loaded, queue, sink_slots, counter, retry, sinks, schedule,
             GROUP, D, BN, STAGES, CONSUMERS, SPLIT, RETRY, SINKS,
         ))
         for c in (0, 1, 2, 3)[: CONSUMERS + 1]
