@@ -29,6 +29,12 @@ for _name, _table in TABLES.items():
     _code = resolve_name(f"{__name__}.{_table.get('code', Family.code)}")
     FAMILIES[_name] = _code(_name, **_table)
 
+
+def register(family: Family) -> None:
+    """Make a family known by its model_type."""
+    FAMILIES[family.model_type] = family
+
+
 # A model without a source is written as the first of these that reads back equal
 NEW = ["llama", "mistral", "ministral", "qwen2", "qwen3", "olmo2", "mixtral", "qwen3_moe"]
 NEW += ["gpt_oss", "gpt_neox", "starcoder2", "cohere2"]
