@@ -228,6 +228,9 @@ def _read(path: str | Path) -> tuple[tokenizers.Tokenizer, Path]:
     path = Path(path).expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
     within = path if path.is_dir() else None
+    if not os.path.lexists(file):
+        needs = "a tokenizer is a tokenizer.json, or a folder that has one"
+        raise FileNotFoundError(f"{file}: no such file; {needs}")
     text = untrusted.read_text(file, untrusted.TOKENIZER_SIZE, within)
     with untrusted.named(f"tokenizer {file}", "cannot be used ({})", (Exception,)):
         return tokenizers.Tokenizer.from_str(text), file

@@ -127,7 +127,7 @@ def test_a_mark_at_the_start_encodes_a_text_whole(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "tokenizer.json"),
+        (None, "tokenizer.json: no such file; a tokenizer is"),
         ("{}", "tokenizer.json: "),
         ("not json", "tokenizer.json: "),
         (word_level(), "tokenizer.json: .*eos_token"),
