@@ -236,7 +236,8 @@ class FamilyTests:
     @torch.no_grad()
     def test_packed_documents_are_each_alone(self, seed, tmp_path):
         """Rows of packed documents, in 32 and 16 bits, are those of transformers without packing;
-        so are those of LoRA, and of a model that was exported. Rounded routers choose differently.
+        so are those of LoRA, and of a model that was exported. In 16 bits it is the token in the
+        middle: routers choose differently for some.
         """
         theirs = reference(self.config(seed))
         theirs.save_pretrained(tmp_path / "in")
@@ -251,8 +252,8 @@ class FamilyTests:
         def packed(model: GPT) -> torch.Tensor:
             return model(tokens, mask=mask)
 
-        def error(logits: torch.Tensor, expected: torch.Tensor) -> float:
-            return float((logits - expected).norm() / expected.norm())
+        def error(logits: torch.Tensor, expected: torch.Tensor, of: Any = torch.mean) -> float:
+            return float(of((logits - expected).norm(dim=-1) / expected.norm(dim=-1)))
 
         expected = alone(theirs)
         model = pretrained(tmp_path / "in")
@@ -264,8 +265,8 @@ class FamilyTests:
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
         trained = packed(added)
         assert error(trained, alone(again.eval())) < self.rounding < error(trained, expected)
-        rounded = packed(pretrained(tmp_path / "in", dtype=torch.bfloat16))
-        assert error(rounded, expected) < 0.01 + 4 * error(alone(theirs.bfloat16()), expected)
+        short, low = pretrained(tmp_path / "in", dtype=torch.bfloat16), alone(theirs.bfloat16())
+        assert error(packed(short), expected, torch.median) < 2 * error(low, expected, torch.median)
 
     def test_computes_as_in_transformers_and_comes_back(self, case, tmp_path):
         is_drawn = isinstance(case, int)
@@ -282,9 +283,8 @@ class FamilyTests:
     def test_missing_keys_are_those_of_transformers_and_unknown_ones_are_refused(self, tmp_path):
         keys = {k: SIZES[k] for k in ("vocab_size", "num_hidden_layers", "intermediate_size")}
         keys |= {"hidden_size": 64, "num_attention_heads": 32} | SPECIAL | dict(self.special)
-        (tmp_path / "config.json").write_text(
-            json.dumps({"model_type": self.config_class.model_type, **keys})
-        )
+        content = {"model_type": self.config_class.model_type, **keys}
+        (tmp_path / "config.json").write_text(json.dumps(content))
         missing = read_config(tmp_path)
         longer = self.config_class.from_dict(write_config(missing, 8192))
         assert longer.max_position_embeddings == 8192
