@@ -102,7 +102,7 @@ CONFIRMED = """
 torch {torch}, [caps.json](../results/caps.json)), at lengths above, rounded down to whole tiles.
 Documents have 2,048 tokens: attention takes time by the document, memory by the sequence. Fewer
 layers than the model's have its settings, and so much less of the card's memory as all of them are
-predicted to take more.
+predicted to take more. The host's memory is a prediction.
 """
 RANDOM_TRIED = """
 And {count} models of 2 to 4 layers, with random parts, settings and a cap of 3 to 11 GiB, at the
