@@ -11,6 +11,7 @@ there are fewer rounds, then fewer cases.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+
+import yaml
 
 from benchmarks import report
 from benchmarks.report import machine, write_json
@@ -33,6 +36,7 @@ PARTS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "flash": ("flash", {}),
     "flash-deterministic": ("flash", {}),
+    "flash-pruned": ("flash", {"prune": True}),
     "flash-portable": ("flash", {"kernel": "portable"}),
     "flash-ampere": ("flash", {"kernel": "ampere"}),
     "flash-hopper": ("flash", {"kernel": "hopper"}),
@@ -63,32 +67,18 @@ class Case(NamedTuple):
     document: int | None = None  # tokens in each; None: DOCUMENT
     sinks: bool = False
     softcap: float | None = None
+    half_lives: tuple[float, float] | None = None  # of a forgetting head, shortest and longest
 
 
-def layer(heads: int, kv_heads: int, head_size: int, **more: Any) -> Case:
-    """Return the case of a model's layer in one row of 65,536 tokens, or 16,384 if each query sees
-    all before it.
-    """
+def layer(heads: int, kv_heads: int, head_size: int, tokens: int = 0, **more: Any) -> Case:
+    """Return the case of a model's layer, in one sequence if `more` has no `batch`."""
     mask = "documents" if "document" in more else "window" if "window" in more else "causal"
-    tokens = 16384 if mask == "causal" else 65536
-    return Case(mask, head_size, tokens, 1, heads, kv_heads, **more)
+    tokens = tokens or (16384 if mask == "causal" else 65536)
+    return Case(mask, head_size, tokens, more.pop("batch", 1), heads, kv_heads, **more)
 
 
-MODELS = {
-    "gpt-oss-window": layer(64, 8, 64, window=128, sinks=True),
-    "gpt-oss-window-packed": layer(64, 8, 64, window=128, sinks=True, document=3000),
-    "gpt-oss-full": layer(64, 8, 64, sinks=True),
-    "gpt-oss-full-packed": layer(64, 8, 64, sinks=True, document=3000),
-    "gemma-3-1b-window": layer(4, 1, 256, window=512),
-    "gemma-3-1b-window-packed": layer(4, 1, 256, window=512, document=3000),
-    "gemma-2-9b-window": layer(16, 8, 256, window=4096, softcap=50.0),
-    "olmo-3-7b-window": layer(32, 32, 128, window=4096),
-    "mistral-7b-window": layer(32, 8, 128, window=4096),
-    "phi-3-mini-full": layer(32, 32, 96),
-    "llama-3.2-1b-packed": layer(32, 8, 64, document=3000),
-    "llama-3-8b-full": layer(32, 8, 128),
-    "llama-3-8b-packed": layer(32, 8, 128, document=3000),
-}
+LAYERS = yaml.safe_load(Path(__file__).with_name("layers.yaml").read_text())
+MODELS = {name: layer(**keys) for name, keys in LAYERS.items()}
 
 
 @dataclass(frozen=True)
@@ -185,15 +175,22 @@ def measure(options: Options, case: Case, seconds: float, device: str, ceiling: 
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     q, k, v, do = (random(B, T, heads, D) for heads in (H, *[case.kv_heads] * 2, H))
-    inputs = [q, k, v, *([random(H, dtype=torch.float32)] if case.sinks else ())]
+    scores: dict[str, Any] = {"softcap": case.softcap} if case.softcap else {}
+    if case.sinks:
+        scores["sinks"] = random(H, dtype=torch.float32)
+    if case.half_lives:
+        half_lives = torch.logspace(*map(math.log2, case.half_lives), H, 2, device=device)
+        forgotten = torch.arange(T, device=device) * (math.log(2) / half_lives[:, None])
+        scores["key_bias"] = forgotten.repeat(B, 1, 1)
+    inputs = [q, k, v, *(x for x in scores.values() if isinstance(x, torch.Tensor))]
     for x in inputs:
         x.requires_grad_()
     calls: dict[tuple[str, str], Callable[[], Any]] = {}
-    started, ran = time.perf_counter(), ""
+    end = time.perf_counter() + seconds
     expected: list[Any] = []
     for name, row in rows.items():
         try:
-            row["kernel"], forward, backward = prepared(name, inputs, bound, case.softcap, do)
+            row["kernel"], forward, backward = prepared(name, inputs, bound, scores, do)
             # A peer that reads its arguments otherwise computes something else
             actual = [x.detach() for x in (forward(), *backward())]
             expected = expected or actual
@@ -204,16 +201,14 @@ def measure(options: Options, case: Case, seconds: float, device: str, ceiling: 
         except Exception as error:  # whatever a peer may raise for what it cannot do
             row["skipped"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
             continue
-        if name != "flash" and PEERS[name][0] == "flash" and row["kernel"] == ran:
+        if name != "flash" and row["kernel"] == rows.get("flash", {}).get("kernel"):
             row["skipped"] = "what flash runs anyway"
             continue
-        ran = row["kernel"] if name == "flash" else ran
         calls[name, "forward"], calls[name, "backward"] = forward, backward
-    times: dict[Any, list[float]] = {}
-    if calls:
-        times = samples(calls, options.repeats, seconds - (time.perf_counter() - started))
-    middle = {call: median(of_call) for call, of_call in times.items()}
+    times = samples(calls, options.repeats, end - time.perf_counter()) if calls else {}
     ran_here = dict.fromkeys(name for name, _ in calls)
+    middle = {call: median(of_call) for call, of_call in times.items()}
+    middle |= {(x, "both"): middle[x, "forward"] + middle[x, "backward"] for x in ran_here}
     ours = next((name for name in ran_here if PEERS[name][0] == "flash"), "")
     for name in ran_here:
         fill(rows[name], middle, options.reference, ours, flops, ceiling)
@@ -223,29 +218,30 @@ def measure(options: Options, case: Case, seconds: float, device: str, ceiling: 
 
 
 def prepared(
-    name: str, inputs: list[Any], mask: Any, softcap: float | None, do: Any
+    name: str, inputs: list[Any], mask: Any, scores: dict[str, Any], do: Any
 ) -> tuple[str, Callable[[], Any], Callable[[], Any]]:
     """The kernel that a backend runs, its forward and its backward, both run once.
 
-    `inputs` are q, k, v and perhaps sinks.
+    `inputs` are q, k, v and the tensors of `scores`.
     """
     import torch
 
     from longctx.attention import attention, kernels_run
 
     backend, extra = PEERS[name]
-    q, k, v, *sinks = inputs
+    q, k, v, *_ = inputs
     strict = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(strict or name == "flash-deterministic", warn_only=True)
     try:
         if backend in OTHERS:
-            forward, ran = OTHERS[backend](*inputs, mask=mask, softcap=softcap), name
+            forward, ran = OTHERS[backend](q, k, v, mask=mask, **scores), name
             out = forward()
         else:
-            scores = {"sinks": sinks[0] if sinks else None, "softcap": softcap}
             forward = partial(attention, q, k, v, mask=mask, backend=backend, **scores, **extra)
             out = forward()  # which decides what backward will run
             ran = kernels_run()[backend]
+            if "prune" in extra and "key_bias" in scores:
+                ran += f", {kept(q, k, mask, scores['key_bias']):.0%} of pairs"
     finally:
         torch.use_deterministic_algorithms(strict)
     backward = partial(torch.autograd.grad, out, inputs, do, retain_graph=True)
@@ -255,15 +251,26 @@ def prepared(
     return ran, forward, backward
 
 
+def kept(q: Any, k: Any, mask: Any, key_bias: Any) -> float:
+    """Return the share of visible pairs that prune=True computes, of heads as many as key heads."""
+    from longctx.kernels.attention import Intervals, Scores
+    from longctx.kernels.attention.key_bias import first_keys
+
+    ends = Intervals(mask.first, mask.last, mask.qfirst, mask.qlast, "long")
+    first = first_keys(q, k, ends, Scores(q.shape[3] ** -0.5, None, None, key_bias))
+    pairs = mask.pairs(q.shape[0], q.shape[1], k.shape[1]) * q.shape[2]
+    return (mask.last + 1 - first).clamp(min=0).double().sum().item() / pairs
+
+
 def flash_attention_4(
-    q: Any, k: Any, v: Any, sinks: Any = None, *, mask: Any, softcap: float | None
+    q: Any, k: Any, v: Any, *, mask: Any, sinks: Any = None, softcap: float = 0.0
 ) -> Callable[[], Any]:
     """Return FlashAttention-4's own call: attention=flash_attn gives it no sinks and no softcap."""
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     window = (None, None) if mask.window is None else (mask.window - 1, 0)
     options: dict[str, Any] = {"causal": mask.kind != "full", "window_size": window}
-    options |= {"learnable_sink": sinks, "softcap": softcap or 0.0}
+    options |= {"learnable_sink": sinks, "softcap": softcap}
     if mask.kind != "documents":
         return lambda: flash_attn_func(q, k, v, **options)[0]
     options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), mask.offsets)
@@ -272,15 +279,14 @@ def flash_attention_4(
     return lambda: flash_attn_varlen_func(*flat, **options)[0].view_as(q)
 
 
-def cudnn_flex(
-    q: Any, k: Any, v: Any, sinks: Any = None, *, mask: Any, softcap: float | None
-) -> Callable[[], Any]:
-    """Return the call of nvidia-cudnn-frontend's flex attention, with a plan made beforehand."""
+def cudnn_flex(q: Any, k: Any, v: Any, *, mask: Any) -> Callable[[], Any]:
+    """Return the call of nvidia-cudnn-frontend's flex attention, with a plan made beforehand.
+
+    It has no sinks, softcaps and biases of keys.
+    """
     import torch
     from cudnn.flex_attention import create_mask_plan, flex_attn_func
 
-    if sinks is not None or softcap is not None:
-        raise ValueError("it has no sinks and no softcap")
     # The keys that a query sees are [0, 0) and [first, last + 1)
     ends = torch.stack([torch.zeros_like(mask.first), mask.first, mask.last + 1]).int()
     ends = ends.expand(3, *q.shape[:2]).reshape(1, 3, -1).contiguous()
@@ -295,22 +301,18 @@ def fill(
     row: Row, times: dict[Any, float], reference: str, ours: str, flops: float, ceiling: float
 ) -> None:
     """The figures of one backend, from the milliseconds of all."""
-
-    def ms(name: str, part: str) -> float:
-        return sum(times[name, p] for p in (("forward", "backward") if part == "both" else (part,)))
-
     for part, work in PARTS.items():
-        own = ms(row["backend"], part)
+        own = times[row["backend"], part]
         rate = work * flops / own / 1e9
         row |= {
             f"{part}_ms": round(own, 4),
             f"{part}_tflops": round(rate, 1),
             f"{part}_share": round(rate / ceiling, 3),
         }
-        if (reference, "forward") in times:
-            row[f"{part}_ratio"] = round(ms(reference, part) / own, 3)
+        if (reference, part) in times:
+            row[f"{part}_ratio"] = round(times[reference, part] / own, 3)
         if ours:
-            row[f"{part}_ours_over_it"] = round(own / ms(ours, part), 3)
+            row[f"{part}_ours_over_it"] = round(own / times[ours, part], 3)
 
 
 def table(rows: list[Row]) -> str:
@@ -324,7 +326,7 @@ def table(rows: list[Row]) -> str:
         window = f", window {case['window']:,}" if "window" in case else ""
         heads = "{heads}/{kv_heads} of {head_size}".format(**case)
         line = {"layer": model, "heads": heads, "tokens": f"{case['tokens']:,}{window}"}
-        line["kernel, ms"] = f"{ran[0]['backend']}, {ran[0]['both_ms']:.2f}" if ran else ""
+        line["kernel, ms"] = "; ".join(f"{row['backend']}, {row['both_ms']:.2f}" for row in ran)
         for name in peers:
             ratios = [of.get(name, {}).get(f"{part}_ours_over_it") for part in PARTS]
             line[f"× {name}"] = " / ".join(f"{ratio:.2f}" for ratio in ratios if ratio)

@@ -79,7 +79,7 @@ def in_child(function: Callable[..., T], *arguments: Any, seconds: float | None 
     try:
         if not receiver.poll(seconds):
             raise RuntimeError(f"took longer than {seconds:.0f} s")
-        answer = receiver.recv()
+        answer: T | Exception = receiver.recv()
         child.join(20)  # its workers end with it
     except EOFError:  # the kernel kills a process if the machine has no memory left
         raise RuntimeError("the process was killed") from None
@@ -88,8 +88,7 @@ def in_child(function: Callable[..., T], *arguments: Any, seconds: float | None 
         child.join()
     if isinstance(answer, Exception):
         raise answer
-    result: T = answer
-    return result
+    return answer
 
 
 def _answer(sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
