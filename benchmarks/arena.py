@@ -12,6 +12,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from inspect import getfile
 from pathlib import Path
 from subprocess import run as output_of
 
@@ -41,8 +42,6 @@ SETTINGS = {
     "gdn-softmax": "model.mixer=[gdn,gdn,gdn,softmax]",
 }
 EXAMPLES = ("fox", "xsa", "differential")
-OWN = {x: f"plugins=[{ROOT}/examples/{x}.py] model.mixer=[{x}]" for x in EXAMPLES}
-SETTINGS |= OWN
 # What a machine trains in about ten minutes, and the tokens of each run
 USUAL = {
     "cuda": "model.layers=8 model.channels=512 model.heads=8 model.kv_heads=8 model.ffn=1408 "
@@ -65,7 +64,7 @@ class Options(Group):
     """Who trains, and how much; keys of train.py may follow, such as model=124m seq_len=16384."""
 
     mixers: tuple[str, ...] = key(
-        (SOFTMAX, *SETTINGS, *sorted(FILES & MIXERS.keys())),
+        (SOFTMAX, *SETTINGS, *EXAMPLES, *sorted(FILES & MIXERS.keys())),
         "mixers, names of score functions, or of settings",
     )
     tokens: int | None = key(None, "of each run; null: 8.4 million, on a CPU 196,608")
@@ -87,19 +86,19 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     jobs = options.jobs or (4 if device == "cuda" else 1)
     begun = [name for name in options.mixers if (out / name).exists()]
     refuse((begun, f"out={out}: has {', '.join(begun)} already; give another folder, or delete it"))
-    given = {re.split("[.=]", x)[0] for x in overrides}
-    words = [x for x in USUAL[device].split() if re.split("[.=]", x)[0] not in given] + overrides
+    named = [x.partition("=")[2].strip("[]") for x in overrides if x.startswith("plugins=")]
+    named += [f"{ROOT}/examples/{name}.py" for name in options.mixers if name in EXAMPLES]
+    words = [x for x in overrides if not x.startswith("plugins=")]
+    given = [re.split("[.=]", x)[0] for x in words]
+    words[:0] = [x for x in USUAL[device].split() if re.split("[.=]", x)[0] not in given]
+    words += [f"plugins=[{','.join(named)}]"] if named else []
     plain = training_run(words, device)  # plugins register their names
     of_step = plain.workload.tokens_per_step
     steps = max(1, (options.tokens or TOKENS[device]) // of_step)
     entrants = {x: [*words, *settings(x, plain.workload)] for x in options.mixers}
-    for own in entrants.values():  # a key is given once
-        if plugins := plugins_of(own):
-            own[:] = [x for x in own if not x.startswith("plugins=")]
-            own.append(f"plugins=[{','.join(plugins)}]")
     # All models are checked before the first one trains
-    models = {name: training_run(own, device).workload for name, own in entrants.items()}
-    rows: list[Row] = [{"mixer": x, "parameters": models[x].model.parameters()} for x in entrants]
+    models = {x: training_run(own, device).workload.model for x, own in entrants.items()}
+    rows: list[Row] = [{"mixer": x, "parameters": models[x].parameters()} for x in entrants]
     about = {"command": command, "tokens of each run": steps * of_step, **machine()}
     texts = ["passkey=true", "passkey.depths=[0,0.25,0.5,0.75,1]", "passkey.samples=4"]
     texts += [] if options.passkeys is None else [f"passkey.lengths={[*options.passkeys]}"]
@@ -121,8 +120,7 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
         peaks = {n: x.get("measured_gib") for n, x in found.items()}
         return dict(zip(BY_LENGTH, (speeds, peaks), strict=False))
 
-    names = [x.replace(SOFTMAX, "flash") for x in options.mixers if x in {SOFTMAX, *FILES}]
-    subjects = dict.fromkeys([*names, *(x for own in entrants.values() for x in plugins_of(own))])
+    subjects = dict.fromkeys(x for x in map(subject, options.mixers) if x)
     with ThreadPoolExecutor(jobs) as pool:
         # Steps are timed when none trains; checks are last, since kernels compile in many sizes
         for measured in (compete, time_steps):
@@ -144,7 +142,7 @@ def settings(name: str, step: Workload) -> list[str]:
         backend = "flex" if step.device == "cuda" else "naive"
         return [f"attention={backend}", f"attention.options.score={name}"]
     if name not in SETTINGS:
-        known = ", ".join([*MIXERS, *SETTINGS])
+        known = ", ".join([*MIXERS, *SETTINGS, *EXAMPLES])
         raise ValueError(f"mixers={name}: name the plugin that has it, or one of {known}")
     each = [str(n) for n in range(step.model.layers)]
     windowed = ",".join(n for n in each if int(n) % 4 != 3)
@@ -152,10 +150,11 @@ def settings(name: str, step: Workload) -> list[str]:
     return SETTINGS[name].format(window=step.seq_len // 8, **texts).split()
 
 
-def plugins_of(words: list[str]) -> list[str]:
-    """Return the files that the words name as plugins."""
-    lists = [x.removeprefix("plugins=").strip("[]") for x in words if x.startswith("plugins=")]
-    return [file for each in lists for file in each.split(",")]
+def subject(name: str) -> str | None:
+    """Return what longctx check is asked for: a built-in name, or an entrant's file."""
+    if name == SOFTMAX or name in FILES:
+        return name.replace(SOFTMAX, "flash")
+    return getfile(MIXERS[name]) if MIXERS.get(name) else SCORES.get(name, [None])[-1]
 
 
 def trained(words: list[str], texts: list[str], folder: Path, end: float) -> Row:
@@ -194,9 +193,11 @@ def timed(device: str, words: list[str], lengths: tuple[int, ...], end: float) -
     others = [word for word in words if not word.startswith(("seq_len=", "batch_size="))]
     runs = {n: training_run([*others, f"seq_len={n}", "batch_size=1"], device) for n in lengths}
     found: dict[int, Row] = {n: {"failed": LATE} for n in lengths}
-    if runs and time.monotonic() < end:  # kernels compile before the machine is this process's own
-        point(decided(runs[min(runs)]), 0, 1, apart=False)
     with open(__file__) as file:
+        # Kernels compile while no one's steps are timed, and before these are
+        fcntl.flock(file, fcntl.LOCK_SH)
+        if runs and time.monotonic() < end:
+            point(decided(runs[min(runs)]), 0, 1, apart=False)
         fcntl.flock(file, fcntl.LOCK_EX)
         for n, own in runs.items():
             if time.monotonic() < end:
@@ -230,8 +231,8 @@ def write_page(about: Row, rows: list[Row], out: Path) -> None:
         cells = {row["mixer"]: by_length(row.get(title, {})) for row in rows}
         shown = [{"mixer": mixer} | found for mixer, found in cells.items() if found]
         lines += [f"## By length: {title}", "", table(shown), ""] if shown else []
-    for subject, found in about.get("check", {}).items():
-        lines += [f"## longctx check {Path(subject).name}", "", *(f"    {x}" for x in found), ""]
+    for checked, found in about.get("check", {}).items():
+        lines += [f"## longctx check {Path(checked).name}", "", *(f"    {x}" for x in found), ""]
     files.write_text(out / "page.md", "\n".join(lines))
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import longctx
+from benchmarks.processes import ROOT
 from longctx import files
-
-ROOT = Path(__file__).parent.parent
 
 
 def machine() -> dict[str, str]:
