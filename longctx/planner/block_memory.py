@@ -100,6 +100,8 @@ def mlp_backward(block: BlockSpec, p: Pass) -> float:
     tile = p._replace(tokens=n, weight_copy=0)
     # Incoming gradients, and those of normalized or scaled outputs; in FP8, transposed
     scaled = (block.mlp_out_norm is not None) + (block.branch_scale != 1)
+    # Made again, the norm has read its input by then; and they are free unless a kernel reads them
+    scaled = scaled * p.is_fused - (block.mlp_out_norm is not None) if again else scaled
     needed: float = e * C * p.tokens + scaled * e * C * n + p.fp8_input * C * n
     needed += block.mlp.backward(p._replace(tokens=n))
     if not again:

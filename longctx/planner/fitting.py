@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
-from math import lcm
+from math import inf, lcm
 from typing import Any
 
 from longctx.attention.description import DESCRIPTIONS, AttentionConfig
@@ -167,10 +167,9 @@ def decide(workload: Workload, chip: Chip, host: float, merge: bool = False) -> 
             return plainest
     if fit := first_that_fits(workload, room(chip), host, chip):
         return fit
-    shares = [share for way in ways(workload) for share in way]
-    least = [replace(workload, memory=share[-1]) for share in shares]
-    each = [(step, predict(step)) for step in least]
-    return min(each, key=lambda x: (not fits_host(x[0], x[1], host), x[1].peak))[0]
+    shares = (share for way in ways(workload) for share in way)
+    least = (replace(workload, memory=share[-1]) for share in shares)
+    return min(least, key=lambda step: (not fits(step, inf, host), predict(step).peak))
 
 
 def memory_line(asked: MemoryConfig, decided: Workload, chip: Chip, host: float) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import inf
 from typing import NamedTuple
 
@@ -121,18 +121,25 @@ class _Step:
             self.costs = [self.measured_costs(layer) for layer in self.measured]
         # Without its input a block before it runs forward again; without its output attention does
         self.every = (self.memory.keep_every or 1) if self.memory.recompute == "block" else 1
-        self.attends_again = attends_again(workload)
+        self.attends_again = set(attends_again(workload))
         self.saved_by_block = [
             costs.saved
             - (self.e * self.C * self.N if layer % self.every else 0.0)
             - (costs.output if layer in self.attends_again else 0.0)
             for layer, costs in enumerate(self.costs)
         ]
-        # Bytes that the first 0, 1, ... blocks save on the GPU; the first layers keep theirs on the
-        # host
+        # Bytes that the first 0, 1, ... blocks save on the GPU; the host has those of the first
         self.away = round((self.memory.offload or 0.0) * self.L)
+        self.reads_host = self.through.in_groups and bool(self.memory.offload)
         here = [0.0] * self.away + self.saved_by_block[self.away :]
         self.saved_by_first = [0.0, *accumulate(here)]
+        if self.reads_host:  # tiles of what is there, one ahead of its use
+            brought = self.e * min(2 * self.through.tile, self.N)
+            for n, (costs, block) in enumerate(zip(self.costs, self.blocks, strict=True)):
+                x = self.C * (n < self.away or n % self.every > 0)
+                out = n < self.away or n in self.attends_again
+                width = x + block.attention.query_size * out
+                self.costs[n] = costs._replace(mlp=costs.mlp + brought * width)
 
     def costs_of(self, block: BlockSpec, through: Pass) -> _Costs:
         """Return the bytes of one block."""
@@ -142,10 +149,6 @@ class _Step:
         added = FP32 * self.added / self.L
         several = through.recompute != "none" and through.tile < through.tokens
         mlp = block_memory.mlp_backward(block, through) + (1 + several) * added
-        if through.in_groups and self.memory.offload:
-            # Tiles of the input and of attention's output come from the host, one ahead of its use
-            brought = min(2 * through.tile, through.tokens)
-            mlp += self.e * (self.C + block.attention.query_size) * brought
         workspace = block_memory.attention_workspace(block.attention, through)
         return _Costs(
             saved=sum(row.bytes for row in kept),
@@ -321,7 +324,7 @@ class _Step:
     def host(self) -> Terms:
         """Return the pinned host memory: weights, the optimizer's state, and activations."""
         away = sum(self.saved_by_block[: self.away])
-        if self.through.in_groups and self.away:
+        if self.reads_host:
             # A place for an input, and one for each output, that is made again
             away += self.e * self.C * self.N * (self.every > 1)
             away += self.costs[0].output * len({layer % self.every for layer in self.attends_again})
@@ -345,8 +348,7 @@ class _Step:
     def again(self, layer: int) -> float:
         """Return the bytes brought or computed back before a block's backward."""
         # Discarded inputs and offloaded activations
-        reads_host = self.through.in_groups and self.away  # tile by tile
-        if self.memory.recompute != "block" or reads_host:
+        if self.memory.recompute != "block" or self.reads_host:
             return 0.0
         # Blocks to go back to the last input that was kept; it is made of theirs
         missing = (layer - 1) % self.every
@@ -381,11 +383,8 @@ class _Step:
 
 
 def _sum(*parts: Terms) -> Terms:
-    total: Terms = {}
-    for part in parts:
-        for term, size in part.items():
-            total[term] = total.get(term, 0.0) + size
-    return total
+    terms = dict.fromkeys(chain(*parts))
+    return {term: sum(part.get(term, 0.0) for part in parts) for term in terms}
 
 
 def exchanges_halo(workload: Workload, window: int | None) -> bool:
