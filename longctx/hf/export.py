@@ -260,8 +260,7 @@ def export_adapter(
 
     warn_of_not_finite(not_finite(tensors))
     # Next to experts, peft takes a layer of one of these names for a part of the experts' tensors
-    has_experts = any(weight.ndim > 2 for weight in model.parameters())
-    has_experts |= model.config.experts.count is not None
+    has_experts = model.config.experts.count or any(x.ndim > 2 for x in model.parameters())
     fused = sorted(path for path in paths if has_experts and path.rpartition(".")[2] in FUSED)
     adapter: dict[str, Any] = {
         "peft_type": "LORA",
@@ -299,7 +298,7 @@ def _of_experts(name: str, piece: Piece, layers: dict[str, Any]) -> tuple[str, s
     layer, (part, target, _) = layers[piece.ours], piece.ours.rsplit(".", 2)
     # (experts, rows, rank), however a folder stacks the weights
     of_each = Stacked(layer.experts, False, getattr(piece.fold, "paired", False)).save(layer.lora_b)
-    experts = re.sub(r"(layers\.\d+\.\w+).*", r"\1.experts", name)
+    experts = re.sub(r"(layers\.\d+(\.(?!experts)\w+)?).*", r"\1.experts", name)
     is_innermost = target == "gate_up" and f"{part}.down.weight" in layers
     wrapper = f"{experts}.base_layer" if is_innermost else experts
     target = "up" if name.endswith(".up_proj") else target  # without a gate

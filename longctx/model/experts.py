@@ -35,7 +35,7 @@ from torch.autograd.function import once_differentiable
 
 from longctx.attention.exchange import Ranks
 from longctx.kernels import HAS_TRITON
-from longctx.model.layers import ACTIVATIONS, MLP, fused, linears
+from longctx.model.layers import ACTIVATIONS, MLP, NoNorm, fused, linears
 from longctx.model.packed import is_packed, unpacked
 from longctx.spec import experts
 
@@ -49,15 +49,18 @@ class Experts(nn.Module):
     def __init__(self, part: experts.ExpertsSpec) -> None:
         super().__init__()
         self.keys = keys = part.keys
-        self.variant = keys.clamp if part.has_gate else part.activation
+        self.variant: Any = keys.clamp or part.activation
+        self.variant = self.variant if part.has_gate else ACTIVATIONS[part.activation]
         self.router, self.gate_up, self.down, *others = linears(part)
         self.gate_up.experts = self.down.experts = part.count
         # Added to scores for the choice alone: loaded, it stays as it is
         added = {"weight": nn.Parameter(torch.zeros(part.count), requires_grad=False)}
         self.exact = ("correction",) if keys.router == "sigmoid_bias" else ()
         self.correction = nn.ParameterDict(added) if self.exact else None
-        self.shared = MLP(part.dense) if keys.shared else None
+        self.shared = MLP(part.dense) if part.dense.inner else None
         self.shared_gate = others[-1] if keys.shared_gate else None
+        self.norms = nn.ModuleDict({name: NoNorm() for name in experts.NORMS})
+        self.norms.update({norm.name: norm.build() for norm in part.norms})
 
     def forward(self, x: Tensor, needs_value: bool = True) -> Tensor:
         """Of x (..., C); without `needs_value` the result may be 0, and its gradients are right."""
@@ -65,10 +68,14 @@ class Experts(nn.Module):
         # bits, in a model of 16 experts 11% of the peak, and the balance before the layers that
         # follow. Asked here, since a decorator imports the compiler, which takes a second.
         is_traced = torch.compiler.is_compiling()
+        needs_value |= self.keys.beside  # the gradient of a norm needs its input
         y = (torch.compiler.disable(self.routed) if is_traced else self.routed)(x, needs_value)
-        if self.shared is None or self.shared_gate is None:
-            return y if self.shared is None else y + self.shared(x, needs_value)
-        return y + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
+        y = self.norms["routed_out"](y)
+        if self.shared is None:
+            return y
+        if self.shared_gate is not None:
+            return y + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
+        return y + self.norms["mlp_out"](self.shared(self.norms["mlp"](x), needs_value))
 
     def routed(self, x: Tensor, needs_value: bool) -> Tensor:
         """Return the sum of the chosen experts, or 0 without `needs_value`."""
@@ -76,8 +83,8 @@ class Experts(nn.Module):
         # Autocast casts the inputs of linear layers, and does not know our operator
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
-        tokens = x.reshape(-1, shape[-1])
-        weights, chosen = self.chosen(self.router(tokens))
+        tokens = self.norms["routed"](x).reshape(-1, shape[-1])
+        weights, chosen = self.chosen(self.router(self.norms["router"](x).reshape(tokens.shape)))
         expert, order = chosen.flatten().sort(stable=True)
         numbers = torch.arange(self.router.out_features, device=x.device)
         ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)
@@ -92,6 +99,7 @@ class Experts(nn.Module):
         """Return the weights of each token's experts, and the experts, of its logits (N, E)."""
         # In fp32, as in transformers; the logits have the dtype of the product.
         keys, wide = self.keys, torch.promote_types(logits.dtype, torch.float32)
+        logits = logits.to(wide) * self.router.in_features**-0.5 if keys.beside else logits
         if self.correction is None:
             total, chances = None, logits.softmax(-1, dtype=wide)
             ranking = chances.detach()
@@ -116,6 +124,8 @@ class Experts(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True)
         elif total is not None:
             weights = weights * total
+        if keys.beside:
+            weights = weights * self.norms["experts"].factor[experts]
         return weights if keys.scale == 1 else weights * keys.scale, experts
 
 
@@ -137,23 +147,23 @@ def grouped_outer(dy: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype) -> Te
     return torch.cat([part.t() @ rows for part, rows in pairs]).to(dtype)
 
 
-def gated(gate_up: Tensor, variant: float | str | None) -> Tensor:
-    """Return silu(gate) · up of (M, 2F); clamped at `variant`, a number; or `variant`(M, F)."""
-    if variant is None and fused(gate_up):
-        return swiglu.swiglu(gate_up)
-    if isinstance(variant, str):
-        return ACTIVATIONS[variant](gate_up)
+def gated(gate_up: Tensor, variant: Any) -> Tensor:
+    """Return `variant`(gate) · up of (M, 2F); clamped at a number; or a function's of (M, F)."""
+    if callable(variant):
+        return variant(gate_up)
+    if isinstance(variant, str) and fused(gate_up):
+        return swiglu.swiglu(gate_up, variant)
     gate, up = gate_up.chunk(2, dim=-1)
-    if variant is None:
-        return F.silu(gate) * up
+    if isinstance(variant, str):
+        return ACTIVATIONS[variant](gate) * up
     gate, up = gate.clamp(max=variant), up.clamp(-variant, variant)
     return gate * torch.sigmoid(experts.STEEPNESS * gate) * (up + 1)
 
 
 def gated_backward(gate_up: Tensor, dinner: Tensor, variant: Any) -> tuple[Tensor, Tensor]:
     """Return the gradient of gate_up, from that of the product, and the product again."""
-    if variant is None and fused(gate_up):
-        return swiglu.swiglu_backward(gate_up, dinner)
+    if isinstance(variant, str) and fused(gate_up):
+        return swiglu.swiglu_backward(gate_up, dinner, variant)
     leaf = gate_up.detach().requires_grad_()
     with torch.enable_grad():
         product = gated(leaf, variant)
@@ -224,7 +234,7 @@ class _Experts(torch.autograd.Function):
         order: Tensor,  # (M,) pair n · k + i is the i-th of token n
         ends: Tensor,  # (E,) of the pairs of each expert
         scales: tuple[float, float],  # of LoRA
-        variant: float | str | None,
+        variant: Any,
         needs_value: bool,
         *layers: Tensor | None,  # weight, bias, A and B of gate and up, and those of down
     ) -> Tensor:

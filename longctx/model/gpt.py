@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -136,9 +136,8 @@ class GPT(nn.Module):
 
     def cast(self, dtype: torch.dtype) -> None:
         """Convert the `rounded` weights to `dtype`."""
-        rounded = self.rounded
-        for name, weight in self.named_parameters():
-            if name in rounded and weight.is_floating_point():
+        for weight in map(self.get_parameter, self.rounded):
+            if weight.is_floating_point():
                 weight.data = weight.data.to(dtype)
 
     def linears(self) -> Iterator[tuple[Any, str, str, bool]]:
@@ -231,17 +230,14 @@ class GPT(nn.Module):
         """Return the mask of each layer, or its `Batch` if it is a mixer, from the bound `mask` of
         `rows` whole sequences.
         """
-        # Each window's is made once, for all layers that have it
-        made: dict[Any, Any] = {}
-        sorts = [
-            (self.config.window_of(n), isinstance(block.attention, Mixer))
-            for n, block in enumerate(self.blocks)
-        ]
-        for window, is_mixer in dict.fromkeys(sorts):
+
+        @cache  # for all layers that have the window
+        def made(window: int | None, is_mixer: bool) -> Any:
             own = mask if window is None else mask.windowed(window)
-            seen = Batch(own, rows, shards.ranks) if is_mixer else shards.mask(own)
-            made[window, is_mixer] = seen
-        return [made[sort] for sort in sorts]
+            return Batch(own, rows, shards.ranks) if is_mixer else shards.mask(own)
+
+        are_mixers = [isinstance(block.attention, Mixer) for block in self.blocks]
+        return [made(self.config.window_of(n), is_mixer) for n, is_mixer in enumerate(are_mixers)]
 
     def angles(
         self, mask: Mask, shards: Shards, shape: tuple[int, int], device: torch.device

@@ -51,6 +51,7 @@ class Logits(NamedTuple):
     chunk: int
     scale: float
     softcap: float | None
+    dtype: torch.dtype  # of the products
 
 
 @dataclass
@@ -85,7 +86,10 @@ def linear_cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} must be 'mean', 'sum' or 'none'")
     flat, t = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    logits = Logits(chunk, logit_scale, softcap)
+    device, dtype = hidden.device.type, hidden.dtype
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    logits = Logits(chunk, logit_scale, softcap, dtype)
     if reduction == "none":
         return _TokenLosses.apply(flat, weight, t, logits).view(targets.shape)
     wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -109,7 +113,7 @@ class _SummedLoss(torch.autograd.Function):
         z_loss: ZLoss | None,
     ) -> Tensor:
         # A GradScaler multiplies in backward. Before, fp16 would round a mean's gradients to 0
-        is_late = dtype_of(hidden) == torch.float16
+        is_late = logits.dtype == torch.float16
         early, ctx.late = (None, scale) if is_late else (scale, None)
         needs = ctx.needs_input_grad[:2]
         losses, *ctx.gradients = _in_chunks(hidden, weight, targets, logits, needs, early, z_loss)
@@ -135,10 +139,7 @@ class _TokenLosses(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, logits: Logits
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.logits, device = logits, hidden.device.type
-        # backward runs outside of autocast
-        enabled = torch.is_autocast_enabled(device)
-        ctx.autocast = torch.autocast(device, torch.get_autocast_dtype(device), enabled)
+        ctx.logits = logits
         return _in_chunks(hidden, weight, targets, logits)[0]
 
     @staticmethod
@@ -146,8 +147,7 @@ class _TokenLosses(torch.autograd.Function):
         _refuse_second_derivatives()
         hidden, weight, targets = ctx.saved_tensors
         needs = ctx.needs_input_grad[:2]
-        with ctx.autocast:
-            _, dh, dw = _in_chunks(hidden, weight, targets, ctx.logits, needs, grad=grad)
+        _, dh, dw = _in_chunks(hidden, weight, targets, ctx.logits, needs, grad=grad)
         dh = None if dh is None else dh.to(hidden.dtype)
         return dh, None if dw is None else dw.to(weight.dtype), None, None
 
@@ -160,12 +160,6 @@ def _refuse_second_derivatives() -> None:
             "this loss supports first derivatives only; for create_graph=True take "
             "torch.nn.functional.cross_entropy of the logits, model(tokens)"
         )
-
-
-def dtype_of(hidden: Tensor) -> torch.dtype:
-    """Return the dtype of the products: that of `hidden`, or autocast's."""
-    is_cast = torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64
-    return torch.get_autocast_dtype(hidden.device.type) if is_cast else hidden.dtype
 
 
 def _times(x: Tensor, by: Tensor) -> Tensor:
@@ -205,7 +199,7 @@ def _in_chunks(
     """Return the loss (N,) of each token, and dh (N, C) and dw (V, C) if it `needs` them: gradients
     of `scale` · the sum of losses and `z_loss`, each times its `grad` (N,).
     """
-    dtype, device = dtype_of(hidden), hidden.device
+    dtype, device = logits.dtype, hidden.device
     wide, weight = torch.promote_types(dtype, torch.float32), weight.to(dtype)
     dh = torch.empty_like(hidden, dtype=dtype) if needs[0] else None
     dw = torch.zeros_like(weight, dtype=wide) if needs[1] else None

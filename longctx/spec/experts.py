@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from longctx.config.fields import Group, key, positive
-from longctx.spec.parts import FP32, FeedForward, LinearSpec, Pass
+from longctx.spec.parts import FP32, FeedForward, LinearSpec, Norm, Pass
 
 STEEPNESS = 1.702  # of gpt-oss's sigmoid, which makes its gate about a GELU
 OF_CHOSEN = 2 * FP32 + 3 * 8  # bytes of each chosen expert: see `saved`
+NORMS = ("mlp", "mlp_out", "router", "routed", "routed_out")  # around experts next to an MLP
 FUSED, FORMULA = 5, 8  # widths alive at gradients of gate and up; without a gate as by a kernel
 
 
@@ -37,6 +38,7 @@ class ExpertsConfig(Group):
     group_scores: int = positive(2, "best ones whose sum ranks a group", limit=4096, needs="count")
     router: str = key("softmax", choices=("softmax", "sigmoid_bias"), needs="count")
     shared: int = key(0, "experts that compute every token", between=(0, 4096), needs="count")
+    beside: bool = key(False, "and an MLP, each between norms, as in Gemma 4", needs="count")
     shared_gate: bool = key(False, "shared sum times σ(w·input), as in Qwen3-Next", needs="shared")
     scale: float = key(1.0, "factor of the k weights of a token", above=0, needs="count")
     normalize: bool = key(True, "the k weights of a token add up to 1", needs="count")
@@ -51,6 +53,8 @@ class ExpertsSpec(FeedForward):
 
     count: int
     keys: ExpertsConfig
+    dense: FeedForward  # the shared experts or the MLP beside, as one; 0 wide without any
+    norms: list[Norm]  # around both, and a weight of each expert; none without an MLP beside
     module = "longctx.model.experts.Experts"
 
     @cached_property
@@ -58,7 +62,7 @@ class ExpertsSpec(FeedForward):
         C, F, E, k, bias = self.size, self.inner, self.count, self.keys.per_token, self.has_bias
         gate_up = tuple(f"experts.{n}.{x}" for n in range(E) for x in self.projections)
         down = tuple(f"experts.{n}.down_proj" for n in range(E))
-        dense = self.dense.linears if self.keys.shared else ()
+        dense = self.dense.linears if self.dense.inner else ()
         shared = [(x, tuple(f"shared_experts.{name}" for name in x.tensors)) for x in dense]
         gate = LinearSpec("shared_gate", ("shared_expert_gate",), (1,), C, False, packs=False)
         return (
@@ -69,20 +73,15 @@ class ExpertsSpec(FeedForward):
             *([gate] if self.keys.shared_gate else []),
         )
 
-    @cached_property
-    def dense(self) -> FeedForward:
-        """The shared experts, which are one, 0 wide without any."""
-        inner, names = self.keys.shared * self.inner, ("shared", "shared_experts")
-        return FeedForward(*names, self.size, inner, False, self.activation, self.has_gate)
-
     @property
     def vectors(self) -> tuple[tuple[str, int], ...]:
-        return (("correction.weight", self.count),) if self.keys.router == "sigmoid_bias" else ()
+        norms = [(f"norms.{x.name}.{name}", size) for x in self.norms for name, size in x.vectors]
+        return (*norms, *[("correction.weight", self.count)] * (self.keys.router == "sigmoid_bias"))
 
     @property
     def moved(self) -> int:
         """Width whose elementwise kernels move as much memory: rows are gathered and added up."""
-        return self.keys.per_token * (self.inner + self.size) + self.keys.shared * self.inner
+        return self.keys.per_token * (self.inner + self.size) + self.dense.inner
 
     def saved(self, p: Pass) -> int:
         """Return the bytes saved for backward: gate and up of all pairs, and the routing: the
@@ -94,6 +93,8 @@ class ExpertsSpec(FeedForward):
         pairs = self.keys.per_token * p.activation * len(self.projections) * self.inner
         copy = p.weight_copy * self.linears[0].weights
         pairs += p.activation * (self.size + 2) * self.keys.shared_gate  # that a gate multiplies
+        if self.norms:  # what they give or take, and 1 / rms; weights of the chosen ones
+            pairs += 5 * (p.activation * self.size + FP32) + 2 * FP32 * self.keys.per_token
         return (pairs + routing) * p.tokens + copy + self.dense.saved(p)
 
     def backward(self, p: Pass) -> int:
@@ -118,7 +119,9 @@ class ExpertsSpec(FeedForward):
             # Shared experts are before or after all that
             self.dense.backward(p),
         )
-        return max(moments) + p.gradient * sum(shared)
+        # Gradients of the other branch's input, and of the output before its norm
+        branches = 2 * p.activation * C * p.tokens if self.norms else 0
+        return max(moments) + p.gradient * sum(shared) + branches
 
     def product(self, p: Pass, pairs: int, before: int, made: int, weights: int) -> int:
         """Return the bytes alive in a product: widths `before` and `made`, and its weights."""

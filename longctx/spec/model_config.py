@@ -15,7 +15,7 @@ from longctx.config.fields import Group, Key, build, group, key, positive, refus
 from longctx.config.layout_config import divisors
 from longctx.config.rope_config import check_scaling
 from longctx.model.mixers import description as mixers
-from longctx.spec.experts import ExpertsConfig, ExpertsSpec
+from longctx.spec.experts import NORMS, ExpertsConfig, ExpertsSpec
 from longctx.spec.parts import (
     NF4_BLOCK,
     AttentionSpec,
@@ -25,6 +25,8 @@ from longctx.spec.parts import (
     RopeSpec,
     packed_width,
 )
+
+LISTS = ("nope_layers", "no_mlp", "window_layers", "experts.dense_layers")  # of layers
 
 
 @dataclass
@@ -153,25 +155,30 @@ class GPTConfig(mixers.MixerKeys):
         named, experts = ("mlp", "mlp", self.channels), self.experts
         width = 0 if layer in self.no_mlp else self.ffn
         mlp = FeedForward(*named, width, self.mlp_bias, self.activation, self.mlp_gate)
+        norms = list[Norm]()
         if width and self.has_experts(layer):
-            shape = (self.expert_ffn, experts.biased, self.activation)
-            mlp = ExpertsSpec(*named, *shape, self.mlp_gate, experts.count or 0, experts)
+            inner = experts.shared * self.expert_ffn + experts.beside * width
+            dense = replace(mlp, name="shared", folder="shared_experts", inner=inner)
+            shape = (self.expert_ffn, experts.biased, self.activation, self.mlp_gate)
+            sizes = dict.fromkeys(NORMS, self.channels) | {"experts": experts.count}
+            norms = [replace(self.norm(x, x), size=n) for x, n in sizes.items() if experts.beside]
+            mlp = ExpertsSpec(*named, *shape, experts.count or 0, experts, dense, norms)
         has_before, has_after = self.norms_around(layer)
+        before_mlp = width and has_before and self.norms != "shared" and not norms
         # Gemma's folders call the norm after attention what Llama's call the one before the MLP
-        before_mlp = "pre_feedforward_layernorm" if has_after else "post_attention_layernorm"
-        block = BlockSpec(
+        folder = "pre_feedforward_layernorm" if has_after else "post_attention_layernorm"
+        out_folder, after_mlp = "post_feedforward_layernorm", width and has_after
+        return BlockSpec(
             self.norm("attention_norm", "input_layernorm") if has_before else None,
             self._attention(layer),
-            self.norm("mlp_norm", before_mlp) if has_before and self.norms != "shared" else None,
+            self.norm("mlp_norm", folder) if before_mlp else None,
             mlp,
             self.multipliers.residual,
             self.norm("attention_out_norm", "post_attention_layernorm") if has_after else None,
-            self.norm("mlp_out_norm", "post_feedforward_layernorm") if has_after else None,
-            self.norms in ("parallel", "shared"),
+            self.norm("mlp_out_norm", out_folder) if after_mlp else None,
+            bool(width) and self.norms in ("parallel", "shared"),
             Norm("out_factor", "layer_scalar", 1, 1, False, "factor") if self.out_factor else None,
         )
-        nothing: Any = {"mlp_norm": None, "mlp_out_norm": None, "is_parallel": False}
-        return block if width else replace(block, **nothing)
 
     def norm(self, name: str, folder: str) -> Norm:
         """Return a norm of the residual stream."""
@@ -195,11 +202,8 @@ class GPTConfig(mixers.MixerKeys):
     def blocks(self) -> list[BlockSpec]:
         """The parts of every block; layers that are alike share one value."""
         # All else is the same in every layer
-        lists = self.nope_layers, self.no_mlp
-        differences = [
-            (self.mixer_of(n), self.window_of(n), self.has_experts(n), *(n in x for x in lists))
-            for n in range(self.layers)
-        ]
+        lists = [attrgetter(name)(self) or () for name in LISTS]
+        differences = [(self.mixer_of(n), *(n in x for x in lists)) for n in range(self.layers)]
         blocks = {each: self.block(differences.index(each)) for each in set(differences)}
         return [blocks[each] for each in differences]
 
@@ -217,19 +221,12 @@ class GPTConfig(mixers.MixerKeys):
 
     def with_layers(self, chosen: Sequence[int]) -> Self:
         """Return the model that has these layers alone."""
-
-        def renumbered(layers: list[int]) -> list[int]:
-            return [number for number, layer in enumerate(chosen) if layer in layers]
-
-        return replace(
-            self,
-            layers=len(chosen),
-            mixer=[self.mixer_of(layer) for layer in chosen],
-            nope_layers=renumbered(self.nope_layers),
-            no_mlp=renumbered(self.no_mlp),
-            window_layers=self.window_layers and renumbered(self.window_layers),
-            experts=replace(self.experts, dense_layers=renumbered(self.experts.dense_layers)),
-        )
+        lists = {name: attrgetter(name)(self) for name in LISTS}
+        for name, layers in lists.items():
+            lists[name] = layers and [n for n, layer in enumerate(chosen) if layer in layers]
+        experts = replace(self.experts, dense_layers=lists.pop("experts.dense_layers"))
+        mixer = [self.mixer_of(layer) for layer in chosen]
+        return replace(self, layers=len(chosen), mixer=mixer, experts=experts, **lists)
 
     def problems(self) -> Iterator[str]:
         """Yield a message for sizes of which no model can be made."""
@@ -240,7 +237,7 @@ class GPTConfig(mixers.MixerKeys):
                 heads = f"model.heads={self.heads} is not a multiple of model.{name}={given}"
                 yield f"{heads}; {name} can be {possible}"
         # Another layer would be ignored without a word
-        for name in ("nope_layers", "no_mlp", "window_layers", "experts.dense_layers"):
+        for name in LISTS:
             layers = attrgetter(name)(self) or []
             if list(layers) != sorted(set(layers).intersection(range(self.layers))):
                 last = self.layers - 1
@@ -268,11 +265,11 @@ class GPTConfig(mixers.MixerKeys):
         if self.activation in ("gelu", "relu2") and self.mlp_gate:
             yield f"model.activation={self.activation}: give model.mlp_gate=false, or gelu_tanh"
         # They would be ignored in layers with experts
-        ignored = {"mlp_bias": self.mlp_bias, "experts.clamp": not self.mlp_gate and experts.clamp}
-        ignored["activation"] = self.mlp_gate and self.activation != "silu"
+        clamp = experts.clamp and not (self.mlp_gate and self.activation == "silu")
+        ignored = {"mlp_bias": self.mlp_bias, "experts.clamp": clamp}
         for name in [x for x, is_given in ignored.items() if experts.count and is_given]:
             value = str(attrgetter(name)(self)).lower()
-            rule = "experts have silu with a gate, no clamp without, and experts.biased"
+            rule = "experts have experts.biased, and a clamp only of silu with a gate"
             yield f"model.{name}={value}: {rule}; leave it out"
         if growth and (len(growth) != 2 or min(growth) <= 0):
             yield f"model.query_growth={growth}: two numbers above 0, [beta,n], or []"

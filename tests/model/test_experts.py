@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -186,24 +187,21 @@ def test_few_weights_multiply_a_token():
     assert added.parameters(MODEL, of_token=True) == 8 * (40 + 24 + 2 * 3 * (16 + 24))
 
 
-class Shapes:
-    """Products of the right shapes, as a GPU's fused kernels hold memory."""
+# Products of the right shapes, as a GPU's fused kernels hold memory
+SHAPES: dict[str, Any] = {
+    "grouped": lambda x, w, _: x.new_empty(len(x), w.shape[2]),
+    "grouped_outer": lambda dy, x, ends, dtype: x.new_empty(len(ends) * dy.shape[1], x.shape[1]).to(
+        dtype
+    ),
+    "gated": lambda x, _: x.new_empty(len(x), x.shape[1] // 2),
+    "gated_backward": lambda x, dy, _: (torch.empty_like(x), torch.empty_like(dy)),
+}
 
-    @staticmethod
-    def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-        return x.new_empty(len(x), matrices.shape[2])
 
-    @staticmethod
-    def grouped_outer(dy: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.new_empty(len(ends) * dy.shape[1], x.shape[1]).to(dtype)
-
-    @staticmethod
-    def gated(gate_up: Tensor, clamp: float | None) -> Tensor:
-        return gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-
-    @staticmethod
-    def gated_backward(gate_up: Tensor, d: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(gate_up), torch.empty_like(d)
+def take_shapes(monkeypatch: pytest.MonkeyPatch, clamp: float | None) -> None:
+    """Put them in the place of products; a clamp has no kernel."""
+    for name in [name for name in SHAPES if clamp is None or name.startswith("grouped")]:
+        monkeypatch.setattr(experts, name, SHAPES[name])
 
 
 @pytest.mark.parametrize(
@@ -217,9 +215,7 @@ class Shapes:
     ],
 )
 def test_memory_is_predicted(channels, ffn, count, per_token, tokens, clamp, router, monkeypatch):
-    replaced = ["grouped", "grouped_outer", *(["gated", "gated_backward"] if clamp is None else [])]
-    for name in replaced:
-        monkeypatch.setattr(experts, name, getattr(Shapes, name))
+    take_shapes(monkeypatch, clamp)
     sizes = {"channels": channels, "heads": 4, "ffn": ffn}
     routed = ExpertsConfig(count, per_token, clamp=clamp, router=router)
     part = replace(MODEL, **sizes, experts=routed).block(0).mlp
@@ -255,9 +251,7 @@ def test_memory_is_predicted(channels, ffn, count, per_token, tokens, clamp, rou
     ],
 )
 def test_memory_of_frozen_experts_is_predicted(base, rank, ffn, tokens, clamp, monkeypatch):
-    replaced = ["grouped", "grouped_outer", *(["gated", "gated_backward"] if clamp is None else [])]
-    for name in replaced:
-        monkeypatch.setattr(experts, name, getattr(Shapes, name))
+    take_shapes(monkeypatch, clamp)
     sizes = {"channels": 256, "heads": 4, "ffn": ffn}
     part = replace(MODEL, **sizes, experts=ExpertsConfig(32, 4, clamp=clamp)).block(0).mlp
     module = part.build().bfloat16().requires_grad_(False)

@@ -147,7 +147,11 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
 
 def routed(x: Tensor, of: dict[str, Tensor], model: GPTConfig, c: ExpertsConfig) -> Tensor:
     """Return what experts make of x (T, C): all of them compute, those not chosen weigh 0."""
-    z = x @ of["mlp.router.weight"].T
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return rms(x, of[f"mlp.norms.{name}.weight"]) if c.beside else x
+
+    z = norm("router", x) @ of["mlp.router.weight"].T * (x.shape[1] ** -0.5 if c.beside else 1)
     p = z.softmax(-1) if c.router == "softmax" else z.sigmoid()
     scores = p + of.get("mlp.correction.weight", 0)
     groups = scores.unflatten(-1, (c.groups, -1))
@@ -156,15 +160,16 @@ def routed(x: Tensor, of: dict[str, Tensor], model: GPTConfig, c: ExpertsConfig)
     scores = groups.masked_fill(left, -torch.inf).flatten(1)
     w = p.masked_fill(scores < scores.topk(c.per_token).values[:, -1:], 0)
     w = (w / w.sum(-1, keepdim=True) if c.normalize else w) * c.scale
+    w = w * of.get("mlp.norms.experts.weight", 1)
     shared = torch.zeros(())
-    if c.shared:
-        inner = activated(x @ of["mlp.shared.gate_up.weight"].T, model)
-        shared = inner @ of["mlp.shared.down.weight"].T
+    if c.shared or c.beside:
+        inner = activated(norm("mlp", x) @ of["mlp.shared.gate_up.weight"].T, model)
+        shared = norm("mlp_out", inner @ of["mlp.shared.down.weight"].T)
     if c.shared_gate:
         shared = shared * torch.sigmoid(x @ of["mlp.shared_gate.weight"].T)
     gate_up, down = (of[f"mlp.{s}.weight"].unflatten(0, (c.count, -1)) for s in ("gate_up", "down"))
-    inner = activated(torch.einsum("tc,efc->tef", x, gate_up), model)
-    return shared + torch.einsum("tef,ecf,te->tc", inner, down, w)
+    inner = activated(torch.einsum("tc,efc->tef", norm("routed", x), gate_up), model)
+    return shared + norm("routed_out", torch.einsum("tef,ecf,te->tc", inner, down, w))
 
 
 @pytest.mark.parametrize(("attention", "memory"), [("naive", "fast"), *(("flash", x) for x in FEW)])
@@ -214,6 +219,7 @@ def saved_activations(attention: str = "flash", **changes: Any) -> float:
     """Return the bytes that blocks are predicted to save, uncompiled in fp32 on a GPU."""
     overrides = ["model=tiny", "precision=fp32", "seq_len=512", "compile=false"]
     config = cli.compose("train", [*overrides, f"attention={attention}"]).config
+    changes["experts"] = ExpertsConfig(**changes.get("experts", {}))
     model = replace(config.model, vocab_size=512, **changes)
     work = replace(workload_of(config, "cuda", 512, model), memory=FEW["fast"])
     return predict(work).gpu[KEPT]

@@ -143,7 +143,7 @@ def _comparable(config: GPTConfig, context: int) -> GPTConfig:
     """Return `config` with one value for each of what may be said in two ways."""
     is_usual = config.head_size * config.heads == config.channels
     windows = [n for n in range(config.layers) if config.window_of(n) is not None]
-    has_dense = not all(map(config.has_experts, range(config.layers)))
+    has_dense = not all(map(config.has_experts, range(config.layers))) or config.experts.beside
     return replace(
         config,
         context=context,

@@ -47,9 +47,9 @@ class HunYuanDenseV1(Family):
         return super().read(source)
 
 
-# Keys of layers without a window in Gemma 4 → those of GPTConfig
+# Keys of layers without a window in Gemma 4, and of its experts → those of GPTConfig
 HEADS = {"head_dim": "full_head_dim", "num_key_value_heads": "full_kv_heads"}
-GLOBAL_HEADS = "num_global_key_value_heads"
+EXPERTS = {"num_experts": "count", "top_k_experts": "per_token", "moe_intermediate_size": "ffn"}
 BETA = "llama_4_scaling_beta"
 
 
@@ -169,8 +169,8 @@ class Gemma4(TwoRopes):
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         windowed = self.read_windowed(source, layers)
         own_heads = {"head_dim": source.size("global_head_dim")}
-        if source.flag("attention_k_eq_v") and source.get(GLOBAL_HEADS) is not None:
-            own_heads["num_key_value_heads"] = source.size(GLOBAL_HEADS)
+        if source.flag("attention_k_eq_v") and source.get("num_global_key_value_heads") is not None:
+            own_heads["num_key_value_heads"] = source.size("num_global_key_value_heads")
         if "per_layer_config" in source:  # of the others transformers makes it
             per_layer = source["per_layer_config"] or {}
             own_heads = next(iter(per_layer.values()), {})
@@ -178,7 +178,9 @@ class Gemma4(TwoRopes):
             source.refuse_unless("per_layer_config", per_layer, (each,))
         others = sorted(own_heads.keys() - HEADS.keys())
         source.refuse_unless("per_layer_config", others, ([],))
-        return {HEADS[key]: value for key, value in own_heads.items()}
+        experts = EXPERTS if source.flag("enable_moe_block") else {}
+        sizes = {f"experts.{ours}": source.size(key) for key, ours in experts.items()}
+        return {HEADS[key]: value for key, value in own_heads.items()} | sizes
 
     def write_rope(self, config: GPTConfig) -> dict[str, Any]:
         # transformers would take older keys for the parameters of each kind
