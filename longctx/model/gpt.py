@@ -136,8 +136,9 @@ class GPT(nn.Module):
 
     def cast(self, dtype: torch.dtype) -> None:
         """Convert the `rounded` weights to `dtype`."""
-        for weight in map(self.get_parameter, self.rounded):
-            if weight.is_floating_point():
+        rounded = self.rounded
+        for name, weight in self.named_parameters():
+            if name in rounded and weight.is_floating_point():
                 weight.data = weight.data.to(dtype)
 
     def linears(self) -> Iterator[tuple[Any, str, str, bool]]:
@@ -227,9 +228,7 @@ class GPT(nn.Module):
         return self.norm(self._through_blocks(tokens, angles, masks))
 
     def masks(self, mask: Mask, shards: Shards, rows: int) -> list[Any]:
-        """Return the mask of each layer, or its `Batch` if it is a mixer, from the bound `mask` of
-        `rows` whole sequences.
-        """
+        """Return each layer's mask, or a mixer's `Batch`, of the bound `mask` of whole `rows`."""
 
         @cache  # for all layers that have the window
         def made(window: int | None, is_mixer: bool) -> Any:
