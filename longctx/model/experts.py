@@ -59,7 +59,7 @@ class Experts(nn.Module):
         self.correction = nn.ParameterDict(added) if self.exact else None
         self.shared = MLP(part.dense) if part.dense.inner else None
         self.shared_gate = others[-1] if keys.shared_gate else None
-        self.norms = nn.ModuleDict({name: NoNorm() for name in experts.NORMS})
+        self.norms: Any = nn.ModuleDict({name: NoNorm() for name in experts.NORMS})
         self.norms.update({norm.name: norm.build() for norm in part.norms})
 
     def forward(self, x: Tensor, needs_value: bool = True) -> Tensor:

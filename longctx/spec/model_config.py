@@ -159,10 +159,10 @@ class GPTConfig(mixers.MixerKeys):
         if width and self.has_experts(layer):
             inner = experts.shared * self.expert_ffn + experts.beside * width
             dense = replace(mlp, name="shared", folder="shared_experts", inner=inner)
-            shape = (self.expert_ffn, experts.biased, self.activation, self.mlp_gate)
-            sizes = dict.fromkeys(NORMS, self.channels) | {"experts": experts.count}
+            count, shape = experts.count or 0, (self.expert_ffn, experts.biased, self.activation)
+            sizes = dict.fromkeys(NORMS, self.channels) | {"experts": count}
             norms = [replace(self.norm(x, x), size=n) for x, n in sizes.items() if experts.beside]
-            mlp = ExpertsSpec(*named, *shape, experts.count or 0, experts, dense, norms)
+            mlp = ExpertsSpec(*named, *shape, self.mlp_gate, count, experts, dense, norms)
         has_before, has_after = self.norms_around(layer)
         before_mlp = width and has_before and self.norms != "shared" and not norms
         # Gemma's folders call the norm after attention what Llama's call the one before the MLP
