@@ -69,13 +69,13 @@ class Experts(nn.Module):
         # follow. Asked here, since a decorator imports the compiler, which takes a second.
         is_traced = torch.compiler.is_compiling()
         needs_value |= self.keys.beside  # the gradient of a norm needs its input
-        y = (torch.compiler.disable(self.routed) if is_traced else self.routed)(x, needs_value)
-        y = self.norms["routed_out"](y)
+        total = (torch.compiler.disable(self.routed) if is_traced else self.routed)(x, needs_value)
+        total = self.norms["routed_out"](total)
         if self.shared is None:
-            return y
+            return total
         if self.shared_gate is not None:
-            return y + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
-        return y + self.norms["mlp_out"](self.shared(self.norms["mlp"](x), needs_value))
+            return total + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
+        return total + self.norms["mlp_out"](self.shared(self.norms["mlp"](x), needs_value))
 
     def routed(self, x: Tensor, needs_value: bool) -> Tensor:
         """Return the sum of the chosen experts, or 0 without `needs_value`."""
@@ -135,7 +135,7 @@ def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     if x.is_cuda and x.itemsize == 2:
         return F.grouped_mm(x, matrices, offs=ends)
     parts = x.tensor_split(ends[:-1].tolist())
-    return torch.cat([part @ w for part, w in zip(parts, matrices, strict=True)])
+    return torch.cat([part @ matrix for part, matrix in zip(parts, matrices, strict=True)])
 
 
 def grouped_outer(dy: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
@@ -211,13 +211,13 @@ class _Stack(NamedTuple):
         return dx
 
     def gradients(
-        self, x: Tensor, dy: Tensor, low_gradient: Tensor | None, expert: Tensor, w: Tensor
+        self, x: Tensor, dy: Tensor, low_gradient: Tensor | None, expert: Tensor, weights: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of A and B, if there is LoRA, else of the weight and the bias, which
-        is added w times.
+        is added `weights` times.
         """
         if low_gradient is None:
-            bias = None if self.bias is None else _sums(dy, expert, w, self.bias)
+            bias = None if self.bias is None else _sums(dy, expert, weights, self.bias)
             return grouped_outer(dy, x, self.ends, self.weight.dtype), bias, None, None
         pairs = (low_gradient, x), (dy, self.low(x))
         dtype = self.lora_a.dtype
@@ -297,11 +297,11 @@ def _stacks(layers: Any, scales: tuple[float, float], ends: Tensor) -> Iterator[
         yield _Stack._make((*layers[first : first + 4], scale, ends))
 
 
-def _sums(rows: Tensor, expert: Tensor, w: Tensor, bias: Tensor) -> Tensor:
-    """Return the sums of `rows` (M, I) of each expert, times `w` (M, 1): a gradient of `bias`."""
+def _sums(rows: Tensor, expert: Tensor, weights: Tensor, bias: Tensor) -> Tensor:
+    """Return sums of each expert's `rows` (M, I) times `weights` (M, 1): a gradient of `bias`."""
     # As a product they are added up in a fixed order
     count = bias.numel() // rows.shape[1]
-    weighted = w * (expert[:, None] == torch.arange(count, device=rows.device))
+    weighted = weights * (expert[:, None] == torch.arange(count, device=rows.device))
     return (weighted.to(rows.dtype).t() @ rows).flatten().to(bias.dtype)
 
 

@@ -232,11 +232,11 @@ class GPT(nn.Module):
 
         @cache  # for all layers that have the window
         def made(window: int | None, is_mixer: bool) -> Any:
-            own = mask if window is None else mask.windowed(window)
-            return Batch(own, rows, shards.ranks) if is_mixer else shards.mask(own)
+            windowed = mask if window is None else mask.windowed(window)
+            return Batch(windowed, rows, shards.ranks) if is_mixer else shards.mask(windowed)
 
         are_mixers = [isinstance(block.attention, Mixer) for block in self.blocks]
-        return [made(self.config.window_of(n), is_mixer) for n, is_mixer in enumerate(are_mixers)]
+        return list(map(made, map(self.config.window_of, range(len(self.blocks))), are_mixers))
 
     def angles(
         self, mask: Mask, shards: Shards, shape: tuple[int, int], device: torch.device

@@ -61,7 +61,7 @@ class Linear(nn.Linear):
 
 def linears(part: parts.Part) -> list[Linear]:
     """Return new linear layers as `part` describes them."""
-    return [Linear(x.columns, x.outputs, x.has_bias) for x in part.linears]
+    return [Linear(layer.columns, layer.outputs, layer.has_bias) for layer in part.linears]
 
 
 class RMSNorm(nn.RMSNorm):

@@ -85,20 +85,20 @@ def linear_cross_entropy(
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} must be 'mean', 'sum' or 'none'")
-    flat, t = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     device, dtype = hidden.device.type, hidden.dtype
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
     logits = Logits(chunk, logit_scale, softcap, dtype)
     if reduction == "none":
-        return _TokenLosses.apply(flat, weight, t, logits).view(targets.shape)
+        return _TokenLosses.apply(flat, weight, wanted, logits).view(targets.shape)
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    scale = torch.ones((), dtype=wide, device=t.device) if scale is None else scale.to(wide)
+    scale = torch.ones((), dtype=wide, device=wanted.device) if scale is None else scale.to(wide)
     if reduction == "mean":
-        scale = scale / (t != IGNORED).sum().clamp(min=1)
+        scale = scale / (wanted != IGNORED).sum().clamp(min=1)
     if torch.is_grad_enabled():
-        return _SummedLoss.apply(flat, weight, t, scale, logits, z_loss)
-    return _in_chunks(flat, weight, t, logits)[0].sum() * scale
+        return _SummedLoss.apply(flat, weight, wanted, scale, logits, z_loss)
+    return _in_chunks(flat, weight, wanted, logits)[0].sum() * scale
 
 
 class _SummedLoss(torch.autograd.Function):

@@ -223,7 +223,7 @@ class GPTConfig(mixers.MixerKeys):
         """Return the model that has these layers alone."""
         lists = {name: attrgetter(name)(self) for name in LISTS}
         for name, layers in lists.items():
-            lists[name] = layers and [n for n, layer in enumerate(chosen) if layer in layers]
+            lists[name] = layers and [new for new, layer in enumerate(chosen) if layer in layers]
         experts = replace(self.experts, dense_layers=lists.pop("experts.dense_layers"))
         mixer = [self.mixer_of(layer) for layer in chosen]
         return replace(self, layers=len(chosen), mixer=mixer, experts=experts, **lists)
@@ -257,7 +257,7 @@ class GPTConfig(mixers.MixerKeys):
         least, allowed = experts.group_scores, count // groups * best if best <= groups else 0
         if count and (experts.per_token > allowed or count % groups or count < least * groups):
             names = "per_token", "groups", "top_groups", "group_scores"
-            given = " ".join(f"model.experts.{x}={getattr(experts, x)}" for x in names)
+            given = " ".join(f"model.experts.{name}={getattr(experts, name)}" for name in names)
             yield f"{given}: at most {allowed} of {count}; equal groups of at least group_scores"
         if experts.count is not None and (self.channels % 8 or self.expert_ffn % 8):
             sizes = f"model.channels={self.channels} model.experts.ffn={self.expert_ffn}"
@@ -281,7 +281,7 @@ class GPTConfig(mixers.MixerKeys):
 
     def matmul_parameters(self) -> int:
         """Return the weights that multiply each token: of linear layers and the lm_head."""
-        return sum(n * block.multiplied for block, n in self.kinds) + self._embedding()
+        return sum(count * block.multiplied for block, count in self.kinds) + self._embedding()
 
     def parameters(self) -> int:
         """Return the trainable parameters, a tied embedding once."""

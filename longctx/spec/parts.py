@@ -131,7 +131,7 @@ class Part:
     @cached_property
     def parameters(self) -> int:
         """Number of its parameters."""
-        linears = sum(x.weights + x.has_bias * x.outputs for x in self.linears)
+        linears = sum(layer.weights + layer.has_bias * layer.outputs for layer in self.linears)
         return linears + sum(size for _, size in self.vectors)
 
     def pieces(self, theirs: str, ours: str) -> Iterator[Piece]:
