@@ -93,9 +93,9 @@ def in_eight_bits(config: TrainConfig, strategy: str) -> TrainConfig:
 
 def with_experts(config: TrainConfig, draw: random.Random) -> TrainConfig:
     """`config` with experts; their loss is of a micro-batch, so those are single sequences."""
-    count, normalize = draw.choice([1, 2, 4]), draw.random() < 0.5
-    experts = ExpertsConfig(6, count, 16, normalize=normalize, balance=0.2)
-    model = replace(config.model, experts=experts, activation="silu")
+    flags = {flag: draw.random() < 0.5 for flag in ("normalize", "beside")}
+    experts = ExpertsConfig(6, draw.choice([1, 2, 4]), 16, balance=0.2, **flags)
+    model = replace(config.model, experts=experts)
     lora, seq_len = replace(config.lora, targets=["qkv", "out"]), draw.choice([16, 48])
     return replace(config, seq_len=seq_len, batch_size=1, model=model, lora=lora)
 

@@ -85,7 +85,7 @@ PASSING: dict[str, dict[str, Any]] = {
     | {"strategy": "fsdp", "precision": "bf16"},
     "experts in slices": EXPERTS | {"strategy": "fsdp", "precision": "bf16"},
     "experts that are balanced": SHARED | {"model.experts.count": 4, "model.experts.balance": 0.01},
-    "experts by Ulysses": SHARED | EXPERTS | {"memory": "balanced"},
+    "experts by Ulysses": SHARED | EXPERTS | {"memory": "balanced", "model.experts.beside": True},
     "long documents": SHARED | {"seq_len": 16},
     "rows longer than documents": SHARED | {"seq_len": 1000},
 }
