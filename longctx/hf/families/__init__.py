@@ -150,5 +150,5 @@ def _comparable(config: GPTConfig, context: int) -> GPTConfig:
         head_dim=None if is_usual else config.head_size,
         window_layers=None if len(windows) in (0, config.layers) else windows,
         ffn=config.ffn if has_dense else config.expert_ffn,
-        experts=replace(config.experts, ffn=config.expert_ffn),
+        experts=replace(config.experts, ffn=config.expert_ffn, balance=0.0),  # in training alone
     )

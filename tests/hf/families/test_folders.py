@@ -148,6 +148,8 @@ def test_layers_that_predict_further_are_left_out(tmp_path):
     torch.testing.assert_close(found.state_dict(), plain, rtol=0, atol=0)
     correction = found.blocks[1].mlp.correction.weight
     assert correction.dtype == torch.float32 and not correction.requires_grad
+    found.config.experts.balance = 0.1  # of training alone, so a run with it is exported
+    assert write_config(found.config, 64)["model_type"] == "glm4_moe"
     save_file(load_file(file) | {"model.norm.bias": torch.zeros(2, 4)}, file)
     with pytest.raises(ValueError, match=r"model\.norm\.bias has no place"):
         pretrained(tmp_path)
