@@ -190,9 +190,7 @@ def test_few_weights_multiply_a_token():
 # Products of the right shapes, as a GPU's fused kernels hold memory
 SHAPES: dict[str, Any] = {
     "grouped": lambda x, w, _: x.new_empty(len(x), w.shape[2]),
-    "grouped_outer": lambda dy, x, ends, dtype: x.new_empty(len(ends) * dy.shape[1], x.shape[1]).to(
-        dtype
-    ),
+    "grouped_outer": lambda dy, x, ends, to: x.new_empty(len(ends) * dy.shape[1], len(x[0])).to(to),
     "gated": lambda x, _: x.new_empty(len(x), x.shape[1] // 2),
     "gated_backward": lambda x, dy, _: (torch.empty_like(x), torch.empty_like(dy)),
 }
