@@ -135,11 +135,11 @@ def test_lora_of_experts_is_that_of_a_loop(clamp):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("clamp", [None, 7.0])
-def test_lora_of_experts_in_16_bits_is_near_fp32(device, clamp):
+@pytest.mark.parametrize(("activation", "clamp"), [("silu", None), ("silu", 7.0), ("gelu_tanh", 0)])
+def test_lora_of_experts_in_16_bits_is_near_fp32(device, activation, clamp):
     torch.manual_seed(0)
-    routed = ExpertsConfig(8, 2, ffn=64, clamp=clamp, biased=True)
-    part = replace(MODEL, channels=64, heads=4, experts=routed).block(0).mlp
+    routed = ExpertsConfig(8, 2, ffn=64, clamp=clamp, biased=True, beside=clamp == 0)
+    part = replace(MODEL, channels=64, heads=4, activation=activation, experts=routed).block(0).mlp
     with torch.device(device):
         module = part.build().requires_grad_(False)
         for name in ("gate_up", "down"):
