@@ -1,7 +1,7 @@
 """Steps with no more memory than a card has: every cell of docs/cards.md, and random models.
 
     python -m benchmarks caps caps=24,80 hosts=64,128 models=8b
-    python -m benchmarks caps models= random=20
+    python -m benchmarks caps 'models=[]' random=20
 
 Under a cap torch's allocator gets the memory of a card, less what CUDA itself takes. A point is a
 step on packed documents, of a random model two, and a batch of validation, in a process of its own.

@@ -155,10 +155,10 @@ def attention_backward(block: BlockSpec, p: Pass) -> float:
 def forward(block: BlockSpec, p: Pass) -> float:
     """Return the bytes of a forward without gradients; p.tile tokens at a time in the MLP."""
     C, q = block.mlp.size, block.attention.query_size
-    in_tile = 2 * C if block.mlp_out_norm is None else 3 * C
-    stream = p.activation * ((2 * C + q) * p.tokens + in_tile * p.tile)
-    # Assume that a mixer frees nothing before its end
-    is_mixer = isinstance(block.attention, MixerSpec)
+    is_mixer = isinstance(block.attention, MixerSpec)  # not compiled; assume that it frees nothing
+    p = p._replace(is_compiled=p.is_compiled and not is_mixer)
+    # The sum with attention's branch; uncompiled, names hold the branch and the normed sum too
+    stream = p.activation * ((2 * C + q) * p.tokens + (C if p.is_compiled else 3 * C) * p.tile)
     mixed = attention_saved(block.attention, p) if is_mixer else 0.0
     return stream + mixed + block.mlp.forward(p)
 

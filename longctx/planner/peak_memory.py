@@ -366,12 +366,12 @@ class _Step:
         """Return the bytes of a forward without gradient, in which blocks run uncompiled."""
         tokens = rows * -(-length // self.workload.context)
         tile = min(self.memory.mlp_tile or tokens, tokens)
-        through = self.workload.pass_of(rows, length, self.in_8_bits[0])._replace(tile=tile)
+        through = self.workload.pass_of(rows, length, self.in_8_bits[0])
         # In memory: masked scores, their distance to the lse, and its exp
         attention = self.workload.attention
         has_scores = any(x.description.score_bytes for x in attention.each)
         scores = 3.0 * FP32 * self.model.heads * tokens * length if has_scores else 0.0
-        mlp = self.forward(through)
+        mlp = self.forward(through._replace(tile=tile, is_compiled=False))
         # A layer that is computed again saves nothing in forward, as in validation
         if layers := self.workload.measured.get("block"):
             copies = sum(layer.forward.intercept for layer in layers)

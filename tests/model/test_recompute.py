@@ -148,7 +148,7 @@ def traced(name: str, tokens: int, *keys: str) -> Iterator[tuple[Any, ...]]:
     """Give the step of a real model, and on fake tensors a block, its x and out, and angles."""
     if not HAS_TRITON:
         pytest.skip("the kernels of a GPU are traced by their shapes")
-    step = workload(f"model={name}", "memory.recompute=block", *keys)
+    step = workload(*f"model={name}".split(), "memory.recompute=block", *keys)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with pytest.MonkeyPatch.context() as patch, fake, torch.autocast("cpu", torch.bfloat16):
         patch.setattr(layers, "fused", lambda x: x.dtype == torch.bfloat16)
@@ -159,7 +159,7 @@ def traced(name: str, tokens: int, *keys: str) -> Iterator[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("tokens", [32768, 65536, 262144])
-@pytest.mark.parametrize("name", ["1b", "8b"])
+@pytest.mark.parametrize("name", ["1b", "8b", "1b model.norms=sandwich"])
 def test_tiles_of_backward_take_predicted_memory(name, tokens):
     """A tile holds nothing of the one before."""
     with traced(name, tokens, "memory.mlp_tile=32768") as (step, block, x, out, _):
