@@ -106,7 +106,7 @@ def inputs(options: Options, head_dim: int, length: int, device: torch.device) -
         torch.randn(B, length, H, head_dim, device=device, dtype=dtype) for _ in range(4)
     )
     i = torch.arange(length, dtype=torch.int32, device=device)[None]
-    intervals = Intervals(torch.zeros_like(i), i, i, torch.full_like(i, length - 1))
+    intervals = Intervals(torch.zeros_like(i), i, i, torch.full_like(i, length - 1), starts=i)
     forward = flash_op.kernels("triton-portable", device).forward
     out, lse = forward(q, k, v, intervals, Scores(head_dim**-0.5))
     return {"q": q, "do": do, "saved": Saved(q, k, v, out, lse), "intervals": intervals}

@@ -112,7 +112,7 @@ def _intervals(mask: Mask) -> Intervals:
     unbounded = "brief" if ends[2].shape[-1] <= SHORT else "long"
     span = "packed" if mask.doc_ids is not None else "window" if mask.window else unbounded
     span = "short" if mask.window is not None and mask.window <= SHORT else span
-    return Intervals(*ends, span)
+    return Intervals(*ends, span, mask.starts if span == "packed" else mask.first)
 
 
 register("flash", Flash())

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention.exchange import Exchange
+from longctx.kernels.attention.launch import tile_starts
 
 INT32_MAX = 2**31 - 1  # of an interval; no row is longer
 
@@ -42,6 +43,7 @@ class Mask:
     offsets: Tensor | None = None
     lengths: tuple[int, ...] | None = None  # no tensor, so that it stays in the CPU's memory
     longest: int = 0
+    starts: Tensor | None = None  # of documents: `tile_starts`
     visible: int = -1
     exchange: Exchange | None = None  # of q, k, v and out, if ranks share the rows
     # values that a backend derives from a bound mask, once per batch
@@ -128,7 +130,7 @@ class Mask:
         # nothing on a CPU waits for the copy
         non_blocking = non_blocking and torch.device(device).type != "cpu"
         # by name: the compiler of torch 2.11 reads no vars()
-        tensors = "doc_ids", "first", "last", "qfirst", "qlast", "offsets"
+        tensors = "doc_ids", "first", "last", "qfirst", "qlast", "offsets", "starts"
         given = {name: getattr(self, name) for name in tensors}
         moved: Any = {
             k: x.to(device, non_blocking=non_blocking) for k, x in given.items() if x is not None
@@ -185,7 +187,9 @@ class Mask:
         mask = self.to(device)
         first, last = mask._queries(B, Tq, Tk, torch.device(device))
         qfirst, qlast = _transposed(first, last, Tk)
-        return replace(mask, first=first, last=last, qfirst=qfirst, qlast=qlast, cache={})
+        ends: Any = {"first": first, "last": last, "qfirst": qfirst, "qlast": qlast}
+        starts = None if mask.doc_ids is None else tile_starts(document_starts(mask.doc_ids))
+        return replace(mask, **ends, starts=starts, cache={})
 
     def exchanged(self, exchange: Exchange) -> Mask:
         """Return the mask for attention after `exchange`."""
@@ -220,9 +224,7 @@ class Mask:
                 f"mask is for doc_ids of shape {tuple(self.doc_ids.shape)}, "
                 f"not for B={B}, Tq={Tq}, Tk={Tk}"
             )
-        if self.first is not None and (
-            self.first.shape[0] not in (1, B) or self.first.shape[1] != Tq
-        ):
+        if self.first is not None and self.first.shape not in ((1, Tq), (B, Tq)):
             raise ValueError(
                 f"mask is for intervals of shape {tuple(self.first.shape)}, not for B={B}, Tq={Tq}"
             )

@@ -486,13 +486,11 @@ def _bound(mask: Mask, q: Tensor, keys: int, reuses: bool) -> Mask:
     # are reused, on the same stream: other streams do not wait for those kernels.
     # packed documents change with every batch, and are bound by the caller
     is_plain = mask.qfirst is None and mask.exchange is None and mask.kind in ("causal", "full")
-    if not (reuses and is_plain and unobserved(q)):
+    reuses = reuses and is_plain and unobserved(q)
+    # a graph would outlive the cached tensors
+    if not reuses or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return mask.bind(q.shape[0], q.shape[1], keys, q.device)
-    stream = 0
-    if q.is_cuda:
-        if torch.cuda.is_current_stream_capturing():  # a graph would outlive the cached tensors
-            return mask.bind(q.shape[0], q.shape[1], keys, q.device)
-        stream = stream_of(q.get_device())
+    stream = stream_of(q.get_device()) if q.is_cuda else 0
     inference = torch.is_inference_mode_enabled()
     return _plain_mask(mask.kind, mask.window, q.shape[1], keys, q.device, stream, inference)
 

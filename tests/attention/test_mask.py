@@ -78,6 +78,14 @@ def test_windowed_equals_a_mask_built_with_the_window():
         Mask.causal().windowed(0)
 
 
+def test_tiles_begin_with_each_document():
+    ids = torch.arange(4).repeat_interleave(torch.tensor([300, 1, 128, 129]))
+    mask = Mask.documents(torch.stack([ids, 0 * ids])).bind(2, 558, 558, "cpu").windowed(7)
+    several, one = mask.starts.tolist()
+    assert several == [0, 128, 256, 300, 301, 429, 557, *[558] * 551, 7]
+    assert one == [0, 128, 256, 384, 512, *[558] * 553, 7]
+
+
 def test_padding_of_narrow_document_ids():
     """The padding's id, one more than the last one, need not fit their type."""
     padded = Mask.documents(torch.full((1, 4), 255, dtype=torch.uint8)).padded(4, 6)

@@ -113,7 +113,7 @@ def attend(forward, backward, head_dim, words=(), tokens=TOKENS, **options):
     q, k, v = (torch.zeros(1, tokens, n, head_dim, dtype=BF16) for n in (heads, 3, 3))
     span = next((word for word in words if word in SPANS), "long")
     mask = Mask.causal().bind(1, tokens, tokens, "cpu")
-    intervals = Intervals(mask.first, mask.last, mask.qfirst, mask.qlast, span)
+    intervals = Intervals(mask.first, mask.last, mask.qfirst, mask.qlast, span, mask.first)
     sinks = torch.zeros(heads) if "sinks" in words else None
     bias = torch.zeros(1, heads, tokens) if "bias" in words else None
     scores = Scores(head_dim**-0.5, 30.0 if "softcap" in words else None, sinks, bias)

@@ -32,7 +32,7 @@ SLOW = (
     *("backward softcap 192", "backward softcap 256", "ordered backward 192"),
     *(f"{kernel} bias {size}" for kernel in ("forward", "backward") for size in (64, 96, 192, 256)),
     *(f"backward short of groups {size}" for size in SIZES),
-    *(f"forward {size}" for size in SIZES),
+    *(f"forward {size}" for size in (*SIZES, "packed 128")),
     *("forward bias 128", "backward 96", "backward 192", "backward 256", "ordered backward 256"),
 )
 AMPERE = ("80", "86", "120")  # have the kernels for mma.sync
@@ -96,6 +96,7 @@ def test_hopper_products_stay_asynchronous(kernels):
     few = {"ordered backward 192": 16, "forward sinks 128": 4, "forward softcap 128": 4}
     few |= {"backward softcap 192": 28, "backward bias softcap 128": 24, "backward bias 192": 28}
     few |= {"short of groups 192": 12, "short of groups 256": 8, "forward softcap 64": 240}
+    few["packed 128"] = 28
     few |= {"forward bias 128": 4, "forward bias 256": 4, "bias 64": 8, "of groups 64": 48}
     check_fits(reports, 227, lambda name: max(few[x] if x in name else 0 for x in few))
 

@@ -8,7 +8,7 @@ import torch
 
 from longctx.attention import Mask, attention
 from longctx.kernels.attention import fingerprint, flash_op, selftest, tiled
-from longctx.kernels.attention.selftest import SelfTestFailed, check, trust
+from longctx.kernels.attention.selftest import SelfTestFailed, Variant, check, trust
 
 CPU = torch.device("cpu")
 PARTS = ("forward", "backward")
@@ -37,41 +37,33 @@ def test_right_kernels_pass(implementation, part, dtype, head_dim, group, bucket
     if implementation == "triton-portable":  # interpreted, it takes seconds
         copies, several = 1, several[::3]
     for has_sinks, has_bias in several:
-        shapes = head_dim, group, bucket, copies, has_sinks, False, has_bias, has_sinks
+        shapes = head_dim, group, bucket, copies, Variant(has_sinks, "packed", has_bias, has_sinks)
         assert check(part, function, CPU, dtype, *shapes) is None
 
 
-def test_a_softcap_is_tested():
+CHANGED = {
+    Variant(has_softcap=True): lambda scores: scores._replace(softcap=3.0),
+    Variant(has_sinks=True): lambda scores: scores._replace(sinks=scores.sinks + 0.01),
+    Variant(has_bias=True): lambda scores: scores._replace(key_bias=scores.key_bias.roll(1, 2)),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("variant", CHANGED)
+def test_kernels_of_other_scores_fail(variant, part):
     def broken(*args):
-        assert args[-1].softcap
-        return run("forward")(*args[:-1], args[-1]._replace(softcap=3.0))
+        return run(part)(*args[:-1], CHANGED[variant](args[-1]))
 
-    assert check("forward", broken, CPU, torch.bfloat16, 64, has_softcap=True).startswith("out")
-
-
-@pytest.mark.parametrize(("part", "name"), [("forward", "out"), ("backward", "dsinks")])
-def test_a_sink_too_many_fails(part, name):
-    def broken(*args):
-        scores = args[-1]._replace(sinks=args[-1].sinks + 0.01)
-        return run(part)(*args[:-1], scores)
-
-    assert check(part, broken, CPU, torch.float32, 64, has_sinks=True).startswith(name)
+    assert check(part, broken, CPU, torch.float32, 64, 3, 0, 1, variant)
 
 
-@pytest.mark.parametrize(("part", "name"), [("forward", "out"), ("backward", "dq")])
-def test_a_bias_of_another_key_fails(part, name):
-    def broken(*args):
-        scores = args[-1]._replace(key_bias=args[-1].key_bias.roll(1, 2))
-        return run(part)(*args[:-1], scores)
-
+def test_a_wrong_gradient_of_the_bias_fails():
     def wrong(*args):
-        gradients = run(part)(*args)
+        gradients = run("backward")(*args)
         return gradients._replace(dkey_bias=1.001 * gradients.dkey_bias)
 
-    has_bias = torch.float32, 64, 3, 0, 1, False, False, True
-    assert check(part, broken, CPU, *has_bias).startswith(name)
-    if part == "backward":
-        assert check(part, wrong, CPU, *has_bias).startswith("dkey_bias")
+    wanted = torch.float32, 64, 3, 0, 1, Variant(has_bias=True)
+    assert check("backward", wrong, CPU, *wanted).startswith("dkey_bias")
 
 
 def late(values, rows):
@@ -178,7 +170,7 @@ def test_failure_names_kernel_machine_and_remedy(compiled):
         assert [part for part in parts if part not in message] == []
         assert "kernel=portable" not in message, "it is the portable one that fails"
     with pytest.raises(SelfTestFailed, match=r"kernel=portable, or attention=sdpa"):
-        trust("forward", "triton-hopper", q, q, flash_op.kernels("", CPU).forward)
+        trust("forward", "triton-hopper", q, q, flash_op.kernels("", CPU).forward, Variant())
 
 
 def test_inside_a_compiled_region(compiled):

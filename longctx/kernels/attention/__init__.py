@@ -14,7 +14,7 @@ files and a row.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # planning reads the sizes, and needs no torch
     from torch import Tensor
@@ -34,6 +34,7 @@ class Intervals(NamedTuple):
     `first`, `last` are (B or 1, Tq), `qfirst`, `qlast` (B or 1, Tk). `span` is "short" if no query
     sees more than SHORT keys of a window, else "packed" for documents, "window", "brief" for up to
     SHORT keys, or "long". Tiles and their order are chosen by it; results do not depend on it.
+    `starts` of "packed" are `launch.tile_starts`, of others any tensor.
     """
 
     first: Tensor
@@ -41,6 +42,7 @@ class Intervals(NamedTuple):
     qfirst: Tensor
     qlast: Tensor
     span: str = "long"
+    starts: Any = None
 
 
 class Saved(NamedTuple):

@@ -46,7 +46,6 @@ from longctx.kernels.attention.portable import (
     scheduled_tile,
     sinks_or,
     softcapped,
-    strides_of,
     visible_tiles,
     with_sink,
 )
@@ -498,7 +497,7 @@ def forward(
         forward_kernel[(triton.cdiv(Tq, c.BM) * B * Hq,)](
             *(q, k, v, out, lse, intervals.first, intervals.last, sinks_or(lse, scores), bias),
             scores.scale * LOG2E.value,
-            *(*strides_of(q), *strides_of(k), *strides_of(v), batch_stride(intervals.first)),
+            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], batch_stride(intervals.first)),
             stride_bb,
             *(Tq, k.shape[1], Hq, B * Hq, heads_in_l2(k, B * Hq, Hq // k.shape[2])),
             *(Hq // k.shape[2], *split(D), c.BM, c.BN, c.warps, scores.softcap),
@@ -529,7 +528,7 @@ def backward(
         backward_kernel[(triton.cdiv(Tk, c.BN) * B * Hkv,)](
             *(q, k, v, do, lse2, delta, bias, ref, sums, dk, dv, to_bias, *intervals[:4]),
             *(scale, scale * LOG2E.value),
-            *(*strides_of(q), *strides_of(k), *strides_of(v), *strides_of(do)),
+            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3]),
             *(batch_stride(intervals.first), batch_stride(intervals.qfirst), stride_bb),
             *(Tq, Tk, Hq, B * Hkv, heads_in_l2(q, B * Hkv, 1), Hq // Hkv, *parts),
             *(c.BM, c.BN, c.warps, c.S_ROWS, c.KV_ROWS, c.STAGES, scores.softcap),

@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 from longctx.kernels import warn_of_triton
 from longctx.kernels.attention import IMPLEMENTATIONS, Gradients, Intervals, Saved, Scores
 from longctx.kernels.attention.launch import HOPPER, configure
-from longctx.kernels.attention.selftest import trust
+from longctx.kernels.attention.selftest import Variant, trust
 
 
 def implementation(
@@ -116,6 +116,7 @@ def forward_op(
     qfirst: Tensor,
     qlast: Tensor,
     span: str,
+    starts: Tensor,
     scale: float,
     softcap: float | None,
     implementation: str,
@@ -124,7 +125,7 @@ def forward_op(
 
     q is (B, Tq, Hq, D), k and v (B, Tk, Hkv, D), sinks (Hq,) and key_bias (B, Hq, Tk) float32.
     """
-    intervals, learned = Intervals(first, last, qfirst, qlast, span), (sinks, key_bias)
+    intervals, learned = Intervals(first, last, qfirst, qlast, span, starts), (sinks, key_bias)
     return _forward(q, k, v, *learned, intervals, Scores(scale, softcap, *learned), implementation)
 
 
@@ -187,7 +188,7 @@ def trusted(
     run: Callable[..., Any] = getattr(kernels(implementation, q.device), part)
     if _needs_trust(q, implementation):
         sinks, bias, softcap = (x is not None for x in (*scores[2:], scores.softcap))
-        trust(part, implementation, q, k, run, sinks, span, bias, softcap)
+        trust(part, implementation, q, k, run, Variant(sinks, span, bias, softcap))
     return run
 
 
@@ -212,7 +213,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.span, ctx.scale, ctx.softcap, ctx.implementation = inputs
+    *tensors, ctx.span, _, ctx.scale, ctx.softcap, ctx.implementation = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
@@ -223,7 +224,7 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
     scores = Scores(ctx.scale, ctx.softcap, sinks, key_bias)
     saved, ends = Saved(q, k, v, out, lse), Intervals(*intervals)._replace(span=ctx.span)
     gradients = flash_backward(do, dlse, saved, ends, scores, ctx.implementation)
-    return *gradients, *[None] * 8
+    return *gradients, *[None] * 9
 
 
 forward_op.register_autograd(_differentiate, setup_context=_save)
@@ -295,7 +296,7 @@ def flash_backward(
     """Return the gradients of `backward_op`; the operator refuses second derivatives."""
     if torch.is_grad_enabled() or not unobserved(do, saved.q, saved.k, saved.v):
         scale, softcap, *learned = scores
-        given = do, dlse, *saved, *learned, *intervals, scale, softcap, implementation
+        given = do, dlse, *saved, *learned, *intervals[:5], scale, softcap, implementation
         found = backward_op(*given)
         has = (None if x is None else d for x, d in zip(learned, found[3:], strict=True))
         return Gradients(*found[:3], *has)

@@ -759,7 +759,8 @@ def _first_backward(
     lse2, delta = buffer[zeroed:after].view(2, *rows).unbind()
     # delta, then dk, dv and the sums, then dq
     biases = of_bias(scores, intervals, lse, (config or LARGE[size]).BN, BIAS_ROWS.value)
-    before = preprocess_into(lse2, delta, buffer[after:], do, dlse, out, lse, sinks, *biases[:1])
+    into, references = (lse2, delta, buffer[after:]), biases[0] if biases else None
+    before = preprocess_into(into, do, dlse, saved, sinks, references)
     tensors = Mapped(q, k, v, do, dk, dv, lse2, delta, sums, biases)
     main = _first_launch(tensors, count, intervals, scores, size, ordered)
     constants = dict(D=D, PAD=size, BM=BM)

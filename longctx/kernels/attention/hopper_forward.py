@@ -22,7 +22,8 @@ sets keys and stages: q, out and the rings of k and v take 192 KiB, 144 at 64 ch
 
 Programs are persistent: each takes the next tile of queries from a counter, the longest first, and
 its producer runs ahead into that tile. If tiles of queries are longer than tiles of keys, tiles are
-counted from the last query: the partial one begins before query 0, and is short.
+counted from the last query: the partial one begins before query 0, is short, and some consumers
+have no part in it. In packed rows tiles begin with each document, which spares a masked step each.
 
 Softmax subtracts a maximum only so that nothing leaves the range of numbers. In bf16 a row keeps
 its maximum after the masked tiles (`FIXED_MAX`): the next tiles need no maximum and no scaling, and
@@ -111,7 +112,7 @@ class ForwardConfig(NamedTuple):
 
     `pingpong`: consumers issue their products in turn. `overlap`: softmax stays ahead of the wait
     for the product before it. `own_bounds`: a consumer masks only what its own queries see in part.
-    `out_in_q`: out leaves from q's memory, so q is loaded again later.
+    `out_in_q`: out leaves from q's memory, and q is loaded again. `by_document`: tiles of `starts`.
     """
 
     BN: int
@@ -122,6 +123,7 @@ class ForwardConfig(NamedTuple):
     overlap: bool
     own_bounds: bool = False
     out_in_q: bool = False
+    by_document: bool = False
 
 
 class ForwardBuffers(NamedTuple):
@@ -152,14 +154,15 @@ CONFIGS = {  # by head size
     256: ForwardConfig(64, 2, 2, 240, True, False, out_in_q=True),
 }
 # Configs that are faster for a span of `Intervals` and a head size. In short windows consumers do
-# not take turns, and each begins at its own first keys. Documents and short sequences have many
-# tiles that are seen in part, and fewer with fewer queries in each. One H200, heads of 64, median
-# ms with CONFIGS → with these: window 128: 1.26 → 1.14; 16 sequences of 1,024: 0.259 → 0.231;
-# documents of 3,000: 2.42 → 2.02, with sinks: 4.34 → 4.02; but 16,384 keys: 1.96 → 2.09
+# not take turns. Documents and short sequences have many tiles that are seen in part, and fewer
+# with fewer queries in each. One H200, ms with CONFIGS → with these: documents of 3,000, heads of
+# 64: 2.42 → 1.86, of 128: 2.92 → 2.70; heads of 64, 16 × 1,024: 0.259 → 0.231, window 128: 1.26 →
+# 1.14; but one document of 16,384: 1.96 → 2.09
 OTHER_CONFIGS = {
     ("short", 256): CONFIGS[256]._replace(pingpong=False),
     ("short", 64): ForwardConfig(64, 4, 3, 160, False, False, True),
-    ("packed", 64): ForwardConfig(128, 3, 2, 240, True, False, True),
+    ("packed", 64): ForwardConfig(128, 4, 2, 240, True, False, True, by_document=True),
+    ("packed", 128): CONFIGS[128]._replace(own_bounds=True, by_document=True),
     ("brief", 64): ForwardConfig(128, 3, 2, 240, True, False, True),
 }
 ROWS = gl.constexpr(64)  # queries of a consumer warpgroup
@@ -178,10 +181,10 @@ BIAS_SLOTS = gl.constexpr(8)
 
 
 @gluon.jit
-def next_tile(t, end, counter, retry, RETRY: gl.constexpr):
+def next_tile(t, end, counter, retry, flag_count, RETRY: gl.constexpr):
     """Return the program's tile: t, or in a retry the next flagged one."""
     if RETRY:
-        while (t < end) & (gl.load(retry + 1 + t, mask=t < end, other=0) == 0):
+        while (t < end) & (gl.load(retry + 1 + t % flag_count, mask=t < end, other=0) == 0):
             t = gl.atomic_add(counter, 1) + gl.num_programs(0)
     return t
 
@@ -207,38 +210,42 @@ def biased(s, biases, it, own, scale_log2):
 
 
 @gluon.jit
-def first_query(rank, Tq, tiles, BM: gl.constexpr, BN: gl.constexpr):
-    """Return the first query of the rank-th tile from the end.
-
-    If tiles of queries are longer than tiles of keys, the partial tile comes first, and is a short
-    one: it begins before query 0, and some consumers have no part in it.
+def own_tile(
+    rank, b, starts, first, last, stride_ib, Tq, tiles,
+    BM: gl.constexpr, BN: gl.constexpr, BY_DOCUMENT: gl.constexpr,
+):  # fmt: skip
+    """Return the first query of the rank-th tile from the end, and an end of its queries; by how
+    much its tiles of keys begin before multiples of BN; their `visible_tiles`, and how many.
     """
-    end = tiles * BM
-    if BM > BN:
-        end = gl.cdiv(Tq, ROWS) * ROWS
-    return end - (rank + 1) * BM
+    if BY_DOCUMENT:
+        starts += b * gl.where(stride_ib > 0, Tq + 1, 0) + tiles - 1 - rank
+        m0 = gl.load(starts)  # Tq, if other rows have more tiles
+        tile_end = gl.minimum(m0 + BM, gl.load(starts + 1))
+        # a document's first key begins a tile of keys, and so does the first query's own key
+        keys_before = -m0 & (BN - 1)
+        start, end = gl.minimum(m0, Tq - 1), tile_end
+    else:
+        m0 = (gl.cdiv(Tq, ROWS) * ROWS if BM > BN else tiles * BM) - (rank + 1) * BM
+        tile_end = Tq
+        keys_before = 0
+        start, end = gl.maximum(m0, 0), gl.minimum(m0 + BM, Tq)
+    lo, full_lo, full_hi, masked = visible_tiles(
+        first + b * stride_ib, last + b * stride_ib, start, end, BN, keys_before
+    )
+    n = masked + full_hi - full_lo
+    if BY_DOCUMENT:
+        n = gl.where(m0 < tile_end, n, 0)
+    return m0, tile_end, keys_before, lo, full_lo, full_hi, masked, n
 
 
 @gluon.jit
-def seen_tiles(first, last, m0, BM: gl.constexpr, Tq, BN: gl.constexpr, SPLIT: gl.constexpr):
-    """Return `visible_tiles`; with SPLIT also if the queries are of two documents.
-
-    Then those of the second see none of the tiles full_lo .. full_hi-1, those of the first all.
-    """
-    start, end = gl.maximum(m0, 0), gl.minimum(m0 + BM, Tq)
-    lo, full_lo, full_hi, masked = visible_tiles(first, last, start, end, BN)
-    if SPLIT:
-        first_lo, border = gl.load(first + start), gl.load(first + end - 1)
-        if (border > first_lo) & (border > start) & (border < end):
-            # no query before the border sees less than the first one, none behind it a key before
-            is_border = gl.load(first + border) == border
-            if is_border & (gl.load(first + border - 1) == first_lo):
-                n = masked + full_hi - full_lo
-                full_lo = gl.cdiv(first_lo, BN)
-                full_hi = gl.minimum(border, gl.load(last + start) + 1) // BN
-                full_hi = gl.maximum(full_hi, full_lo)
-                masked = n - (full_hi - full_lo)
-    return lo, full_lo, full_hi, masked
+def store_rows(out, acc, i, end, b, h, Tq, Hq, D: gl.constexpr):
+    """Store rows i < end of acc; those behind are of another tile, and TMA would write them."""
+    layout: gl.constexpr = acc.type.layout
+    i = gl.convert_layout(i, gl.SliceLayout(1, layout))[:, None]
+    d = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+    at = ((b * Tq + i.to(gl.int64)) * Hq + h) * D + d
+    gl.store(out + at, acc.to(out.dtype.element_ty), mask=(i < end) & (d < D))
 
 
 @gluon.jit
@@ -246,13 +253,13 @@ def producer(
     q, k, v, bias, references,
     buffers, loaded, queue, sink_slots, counter, retry, sinks, schedule,
     GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, SPLIT: gl.constexpr, RETRY: gl.constexpr, SINKS: gl.constexpr,
+    CONSUMERS: gl.constexpr, BY_DOCUMENT: gl.constexpr, RETRY: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """Hand out tiles in the order of the schedule, and load the consumers' operands."""
     qs, ks, vs, biases = buffers
     BIASES: gl.constexpr = 0 if bias is None else BN
     q_full, q_empty, k_full, v_full = loaded
-    first, last, stride_ib, Tq, Hq, tiles, heads, l2_heads = schedule
+    first, last, starts, stride_ib, Tq, Hq, tiles, heads, l2_heads, flag_count = schedule
     gl.static_assert(STAGES <= MOST_STAGES, "there are named barriers for four stages")
     BM: gl.constexpr = ROWS * CONSUMERS
     it = 0
@@ -260,7 +267,7 @@ def producer(
     end = tiles * heads
     if RETRY:
         end *= gl.load(retry)
-    t = next_tile(gl.program_id(0), end, counter, retry, RETRY)
+    t = next_tile(gl.program_id(0), end, counter, retry, flag_count, RETRY)
     while t < end:
         rank, row_head = scheduled_tile(t, tiles, heads, l2_heads)
         if SINKS:
@@ -268,14 +275,12 @@ def producer(
             zero = gl.zeros([1], gl.float32, layout=one)
             sink_slots.index(count % SINK_SLOTS).store(zero + gl.load(sinks + row_head % Hq))
         push(queue, count, t)
-        m0 = first_query(rank, Tq, tiles, BM, BN)
         b = row_head // Hq
         h = row_head % Hq
         hk = h // GROUP
-        lo, full_lo, full_hi, masked = seen_tiles(
-            first + b * stride_ib, last + b * stride_ib, m0, BM, Tq, BN, SPLIT
+        m0, _, keys_before, lo, full_lo, full_hi, masked, n = own_tile(
+            rank, b, starts, first, last, stride_ib, Tq, tiles, BM, BN, BY_DOCUMENT
         )
-        n = masked + full_hi - full_lo
         # q: one box for each consumer
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(q_empty.index(c), (count & 1) ^ 1)
@@ -287,7 +292,7 @@ def producer(
         # k and v: the masked tiles, then the others
         for i in range(n):
             j = gl.where(i < masked, masked_tile(i, lo, full_lo, full_hi), full_lo + i - masked)
-            j *= BN
+            j = j * BN - keys_before
             s = it % STAGES
             if it >= STAGES:
                 bar_sync(K_EMPTY + s, 128 * CONSUMERS + 32)
@@ -300,7 +305,8 @@ def producer(
             mbarrier.expect(v_full.index(s), BN * D * 2)
             load_parts(v, vs, s, v_full.index(s), b, j, hk)
             it += 1
-        t = next_tile(gl.atomic_add(counter, 1) + gl.num_programs(0), end, counter, retry, RETRY)
+        t = gl.atomic_add(counter, 1) + gl.num_programs(0)
+        t = next_tile(t, end, counter, retry, flag_count, RETRY)
         count += 1
     push(queue, count, -1)
     # meet the last arrivals, for which no load waits
@@ -316,12 +322,6 @@ def row_sums(p, ROWS: gl.constexpr, BN: gl.constexpr):
     The four threads of a row are added at the end.
     """
     return gl.sum(gl.sum(p.reshape([ROWS, BN // 8, 4, 2]), axis=3), axis=1)
-
-
-@gluon.jit
-def rounded(p16, plain, l):
-    """Return the rounding error of p16 in the row sums `plain` of p, if those are much of l."""
-    return rounding_error(p16, plain, gl.sum(l, axis=1) * HEAVY)
 
 
 @gluon.jit
@@ -377,7 +377,7 @@ def attend(
         bar_arrive(TURN + (C + 1) % CONSUMERS, 256)
     if FIXED_MAX:
         # here, since it would only wait for q·k
-        r += rounded(p16, plain, l)
+        r += rounding_error(p16, plain, gl.sum(l, axis=1) * HEAVY)
 
     # softmax, while p·v is in flight
     s = warpgroup_mma_wait(PARTS, deps=(s_async,))
@@ -433,16 +433,17 @@ def release_unseen(
 
 @gluon.jit
 def consumer(
-    out, lse,
+    out, lse, out_at,
     buffers, outs, loaded, queue, sink_slots, retry, schedule, scale_log2, cap,
     PARTS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, OWN_BOUNDS: gl.constexpr, OUT_IN_Q: gl.constexpr,
-    SPLIT: gl.constexpr, FIXED_MAX: gl.constexpr, SINKS: gl.constexpr, C: gl.constexpr,
+    BY_DOCUMENT: gl.constexpr, HEAD: gl.constexpr,
+    FIXED_MAX: gl.constexpr, SINKS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Compute out and lse of consumer C's 64 queries of each tile."""
     qs, ks, vs, biases = buffers
     q_full, q_empty, k_full, v_full = loaded
-    first, last, stride_ib, Tq, Hq, tiles, heads, l2_heads = schedule
+    first, last, starts, stride_ib, Tq, Hq, tiles, heads, l2_heads, flag_count = schedule
     dtype: gl.constexpr = out[0].dtype
     BM: gl.constexpr = ROWS * CONSUMERS
     # may a consumer see none of a masked tile, or have no queries at all?
@@ -456,36 +457,34 @@ def consumer(
         bar_arrive(TURN, 256)  # the first turn is consumer 0's
     it = 0
     count = 0
-    q_own = at_index(qs, C)
+    own_queries = at_index(qs, C)
     out_own = at_index(outs, C)
     t = pop(queue, count, 4)
     while t >= 0:
         # the tile of queries, and the keys that it sees
         rank, row_head = scheduled_tile(t, tiles, heads, l2_heads)
-        m0 = first_query(rank, Tq, tiles, BM, BN)
         b = row_head // Hq
         h = row_head % Hq
-        lo, full_lo, full_hi, masked = seen_tiles(
-            first + b * stride_ib, last + b * stride_ib, m0, BM, Tq, BN, SPLIT
+        m0, tile_end, keys_before, lo, full_lo, full_hi, masked, n = own_tile(
+            rank, b, starts, first, last, stride_ib, Tq, tiles, BM, BN, BY_DOCUMENT
         )
-        n = masked + full_hi - full_lo
 
-        # this consumer's queries, if it has any, see keys from lower to upper
+        # this consumer's queries, if it has any, see keys lowest .. highest
         row0 = m0 + C * ROWS
-        lower = gl.load(first + b * stride_ib + gl.maximum(row0, 0), mask=row0 < Tq, other=0)
-        upper = gl.load(
-            last + b * stride_ib + gl.minimum(row0 + ROWS, Tq) - 1, mask=row0 >= 0, other=-1
+        lowest = gl.load(first + b * stride_ib + gl.maximum(row0, 0), mask=row0 < tile_end, other=0)
+        highest = gl.load(
+            last + b * stride_ib + gl.minimum(row0 + ROWS, tile_end) - 1, mask=row0 >= 0, other=-1
         )
         # keys inner[0] .. inner[1] are seen by all of its queries
         inner = 0, 0
         if OWN_BOUNDS:
-            its_last = gl.minimum(row0 + ROWS, Tq) - 1
+            its_last = gl.minimum(row0 + ROWS, tile_end) - 1
             inner = (
                 gl.load(first + b * stride_ib + its_last, mask=row0 >= 0, other=0),
-                gl.load(last + b * stride_ib + gl.maximum(row0, 0), mask=row0 < Tq, other=-1),
+                gl.load(last + b * stride_ib + gl.maximum(row0, 0), mask=row0 < tile_end, other=-1),
             )
         i = row0 + gl.arange(0, ROWS, layout=s_rows)
-        end = Tq if not UNEVEN else gl.where(row0 >= 0, Tq, row0)  # of this consumer's queries
+        end = tile_end if not UNEVEN else gl.where(row0 >= 0, tile_end, row0)  # of its own queries
         first_i = gl.load(first + b * stride_ib + i, mask=i < end, other=0)
         last_i = gl.load(last + b * stride_ib + i, mask=i < end, other=-1)
         own = BIAS_SLOTS + count % SINK_SLOTS * CONSUMERS + C
@@ -496,14 +495,14 @@ def consumer(
             mbarrier.wait(k_full.index(it % STAGES), (it // STAGES) & 1)
             passed = 0  # masked tiles before this consumer's first key
             if UNEVEN and not PINGPONG:
-                passed = gl.maximum(gl.minimum(lower // BN - lo, masked - 1), 0)
+                passed = gl.maximum(gl.minimum((lowest + keys_before) // BN - lo, masked - 1), 0)
                 for x in range(passed):
                     release_unseen(k_full, v_full, it + x, True, STAGES, PINGPONG, C, CONSUMERS)
             # prologue: the first tile's scores and softmax, with no p·v before them
             begin = it + passed
             if PINGPONG:
                 bar_sync(TURN + C, 256)
-            s_async = start_scores(q_own, ks, begin % STAGES, zeros)
+            s_async = start_scores(own_queries, ks, begin % STAGES, zeros)
             if PINGPONG:
                 bar_arrive(TURN + (C + 1) % CONSUMERS, 256)
             s = warpgroup_mma_wait(0, deps=(s_async,))
@@ -512,6 +511,7 @@ def consumer(
                 s = softcapped(s, cap)
             s = biased(s, biases, begin, own, scale_log2)
             n0 = gl.where(masked > 0, masked_tile(passed, lo, full_lo, full_hi), full_lo) * BN
+            n0 -= keys_before
             s = bounded(s, n0, first_i, last_i, inner, OWN_BOUNDS)
             p, m, _ = softmax(s, m, scale_log2)
             l = row_sums(p, ROWS, BN)
@@ -530,15 +530,13 @@ def consumer(
                 if FIXED_MAX and STEADY:
                     # of a row that saw no tile so far, and will
                     m = gl.where((m == float("-inf")) & (steady < n), 0.0, m)
-                    own_m = m
-                    if SPLIT:  # p is 0 in a second document
-                        m = gl.where(first_i > full_lo * BN, float("inf"), m)
+                    fixed_maximum = m
                 for x in range(steady if STEADY else passed + 1, n if STEADY else steady):
-                    n0 = masked_tile(x, lo, full_lo, full_hi) * BN
-                    seen = (n0 <= upper) & (n0 + BN > lower) | (it + x - pending >= STAGES - 1)
+                    n0 = masked_tile(x, lo, full_lo, full_hi) * BN - keys_before
+                    seen = (n0 <= highest) & (n0 + BN > lowest) | (it + x - pending >= STAGES - 1)
                     if STEADY or not UNEVEN or seen:
                         p16, m, l, r, plain, acc = attend(
-                            q_own, p16, m, l, r, plain, acc,
+                            own_queries, p16, m, l, r, plain, acc,
                             ks, vs, k_full, v_full,
                             it + x, pending if UNEVEN else it + x - 1, x + 1 < n,
                             not STEADY, n0, first_i, last_i, inner, scale_log2, cap, biases, own,
@@ -551,7 +549,7 @@ def consumer(
                             k_full, v_full, it + x, x + 1 < n, STAGES, PINGPONG, C, CONSUMERS
                         )
             if FIXED_MAX:
-                m = own_m
+                m = fixed_maximum
             if not UNEVEN:
                 pending = it + n - 1
 
@@ -561,13 +559,14 @@ def consumer(
             mbarrier.wait(v_full.index(pending % STAGES), (pending // STAGES) & 1)
             o_async = start_sum(p16, vs, pending % STAGES, acc)
             if FIXED_MAX:
-                r += rounded(p16, plain, l)
+                r += rounding_error(p16, plain, gl.sum(l, axis=1) * HEAVY)
             total = gl.convert_layout(gl.sum(l, axis=1), s_rows)
             if FIXED_MAX:
                 in_range = (total > 1 / LARGEST) & (total < LARGEST)
                 flag = (steady < n) & (i < end) & ~in_range
-                gl.store(retry + gl.zeros_like(i), 1, mask=flag)
-                gl.store(retry + 1 + t + gl.zeros_like(i), 1, mask=flag)
+                any_flag = retry + gl.zeros_like(i)
+                gl.store(any_flag, 1, mask=flag)
+                gl.store(any_flag + 1 + (t % flag_count if BY_DOCUMENT else t), 1, mask=flag)
             total = gl.where(total == 0.0, 1.0, total)
             lse_i = m * LN2 + gl.log(total)
             if SINKS:
@@ -591,11 +590,15 @@ def consumer(
 
         # epilogue: out leaves by TMA while the next tile begins
         tma.store_wait(0)
-        for part in gl.static_range(PARTS):
-            out_own[part].store(acc[part].to(dtype))
-        fence_async_shared()
-        if not UNEVEN or row0 >= 0:
-            store_parts(out, out_own, b, row0, h)
+        partial = row0 + ROWS > tile_end if BY_DOCUMENT else False
+        if partial:
+            store_rows(out_at, acc[0], i, tile_end, b, h, Tq, Hq, HEAD)
+        else:
+            for part in gl.static_range(PARTS):
+                out_own[part].store(acc[part].to(dtype))
+            fence_async_shared()
+            if not UNEVEN or row0 >= 0:
+                store_parts(out, out_own, b, row0, h)
         if OUT_IN_Q:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(C), count=1)
@@ -608,13 +611,13 @@ def consumer(
 @gluon.jit(do_not_specialize=["Tq", "Hq", "tiles", "heads", "l2_heads"])
 def forward_kernel(
     references, bias, q, k, v, out, q1, k1, v1, out1,
-    lse, counter, retry, first, last, sinks, stride_ib, scale_log2, cap,
+    lse, counter, retry, first, last, starts, sinks, out_at, stride_ib, scale_log2, cap,
     Tq, Hq, tiles, heads, l2_heads,
     shared: gl.constexpr, shared_kv: gl.constexpr, shared1: gl.constexpr, shared1_kv: gl.constexpr,
-    GROUP: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, BN: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, HEAD: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
     PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, OWN_BOUNDS: gl.constexpr, OUT_IN_Q: gl.constexpr,
-    FIXED_MAX: gl.constexpr, RETRY: gl.constexpr, SINKS: gl.constexpr,
+    BY_DOCUMENT: gl.constexpr, FIXED_MAX: gl.constexpr, RETRY: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """Compute out (B, Tq, Hq, D) contiguous and lse (B, Hq, Tq); the first ten are tensor maps.
 
@@ -628,7 +631,6 @@ def forward_kernel(
     dtype: gl.constexpr = q.dtype
     D0: gl.constexpr = D - D1
     PARTS: gl.constexpr = 1 if D1 == 0 else 2
-    SPLIT: gl.constexpr = FIXED_MAX and OWN_BOUNDS and ROWS * CONSUMERS <= BN
     qs = part_buffers(dtype, CONSUMERS, ROWS, D0, shared, D1, shared1)
     outs = qs
     if not OUT_IN_Q:
@@ -646,7 +648,10 @@ def forward_kernel(
     )  # fmt: skip
     loaded = ForwardLoaded(q_full, q_empty, k_full, v_full)
     queue = tile_queue(CONSUMERS)
-    schedule = first, last, stride_ib, Tq, Hq, tiles, heads, l2_heads
+    flag_count = tiles * heads
+    if BY_DOCUMENT:
+        tiles = gl.load(starts + Tq)
+    schedule = first, last, starts, stride_ib, Tq, Hq, tiles, heads, l2_heads, flag_count
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     sink_slots = gl.allocate_shared_memory(gl.float32, [SINK_SLOTS, 1], one)
     for i in gl.static_range(CONSUMERS):
@@ -661,14 +666,14 @@ def forward_kernel(
     # not from a variable; the c of a comprehension stays a constant.
     gl.warp_specialize([
         (consumer, (
-            (out, out1)[:PARTS], lse,
+            (out, out1)[:PARTS], lse, out_at,
             buffers, outs, loaded, queue, sink_slots, retry, schedule, scale_log2, cap,
             PARTS, BN, STAGES, CONSUMERS,
-            PINGPONG, OVERLAP, OWN_BOUNDS, OUT_IN_Q, SPLIT, FIXED_MAX, SINKS, c,
+            PINGPONG, OVERLAP, OWN_BOUNDS, OUT_IN_Q, BY_DOCUMENT, HEAD, FIXED_MAX, SINKS, c,
         )) if c < CONSUMERS else (producer, (
             (q, q1)[:PARTS], (k, k1)[:PARTS], (v, v1)[:PARTS], bias, references,
             buffers, loaded, queue, sink_slots, counter, retry, sinks, schedule,
-            GROUP, D, BN, STAGES, CONSUMERS, SPLIT, RETRY, SINKS,
+            GROUP, D, BN, STAGES, CONSUMERS, BY_DOCUMENT, RETRY, SINKS,
         ))
         for c in (0, 1, 2, 3)[: CONSUMERS + 1]
     ], [4, 4, 1][3 - CONSUMERS :], [REGISTERS, REGISTERS, 24][3 - CONSUMERS :])
@@ -702,14 +707,14 @@ def forward(
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return forward(q, k, v, intervals, scores)
-    first, last = intervals[:2]
-    q_at, k_at, v_at, *ends = [x.data_ptr() for x in (q, k, v, first, last)]
+    first, ends = intervals.first, (intervals.first, intervals.last, intervals.starts)
+    q_at, k_at, v_at, *ends_at = [x.data_ptr() for x in (q, k, v, *ends)]
     sinks_at = 0 if sinks is None else sinks.data_ptr()
     # everything that the choice of a compiled kernel depends on
     key = (
         *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
         *(q.dtype, k.dtype, v.dtype, device, scale, softcap),
-        *(first.shape, first.stride(), ends[0] % 16, ends[1] % 16, sinks is None, sinks_at % 16),
+        *(first.shape, first.stride(), *[at % 16 for at in ends_at], sinks is None, sinks_at % 16),
         *(intervals.span, key_bias is None),
     )
     launches = _launches.get(key)
@@ -723,11 +728,11 @@ def forward(
     flags = torch.zeros(launches.flags, dtype=torch.int32, device=q.device)
     stream, at = stream_of(device), flags.data_ptr()
     biases = of_bias(scores, intervals, lse, launches.config.BN, 1)
-    mapped = *[x.data_ptr() for x in biases], *((q_at, k_at, v_at, out.data_ptr()) * launches.parts)
-    lse_at = lse.data_ptr()
+    lse_at, out_at = lse.data_ptr(), out.data_ptr()
+    mapped = *[x.data_ptr() for x in biases], *((q_at, k_at, v_at, out_at) * launches.parts)
     # the second launch computes the flagged tiles again; each has a counter of its own
     for retry, again in enumerate(launches.kernels):
-        again(stream, mapped, lse_at, at + 4 * retry, at + 8, *ends, sinks_at or lse_at)
+        again(stream, mapped, lse_at, at + 4 * retry, at + 8, *ends_at, sinks_at or lse_at, out_at)
     return out, lse
 
 
@@ -767,14 +772,15 @@ def _first_forward(
         GROUP=group,
         D=size,
         D1=rest,
+        HEAD=D,
         **{name.upper(): value for name, value in config._asdict().items()},
         SINKS=scores.sinks is not None,
     )
     programs = min(tiles * B * Hq, multiprocessors(q.device))
-    kernels = []
+    kernels, ends = [], (intervals.first, intervals.last, intervals.starts)
     # again for flagged tiles, if m is fixed
     for retry in (False, True) if dtype == gl.bfloat16 else (False,):
-        pointers = lse, flags[retry:], flags[2:], *intervals[:2], sinks_or(lse, scores)
+        pointers = lse, flags[retry:], flags[2:], *ends, sinks_or(lse, scores), out
         passes = dict(FIXED_MAX=dtype == gl.bfloat16 and not retry, RETRY=retry)
         given = maps, pointers, scalars, constants | passes
         again = first_launch(forward_kernel, programs, *given, num_warps=4)

@@ -26,6 +26,7 @@ from torch import Tensor
 # kernel of the portable implementation, module of Hopper's → the pass that it serves
 PORTABLE = {"forward": "forward", "dkv": "backward", "dq": "backward"}
 HOPPER = {"hopper_forward": "forward", "hopper_backward": "backward"}
+DOCUMENT_TILE = 128  # queries of a tile that begins with a document, or behind another
 Table = dict[str, dict[str, dict[str, list[Any]]]]  # kernel → head size → shortest length → config
 
 
@@ -109,6 +110,16 @@ def configure(module: ModuleType, kernel: str, device: torch.device) -> None:
     configs = getattr(module, "CONFIGS", {})
     for size, rows in measured(_name(device)).get(kernel, {}).items():
         configs[int(size)] = type(configs[int(size)])(*rows["0"])
+
+
+def tile_starts(first: Tensor) -> Tensor:
+    """Return (B, T + 1) int32: the first query of each tile, if tiles begin with each document,
+    then T; last the most tiles of a row. `first` (B, T) is that of each token's document.
+    """
+    i = torch.arange(first.shape[1], device=first.device)
+    begins = (i - first) % DOCUMENT_TILE == 0
+    starts = torch.where(begins, i, len(i)).sort(1).values
+    return torch.cat([starts, begins.sum(1).max().expand(len(first), 1)], 1).int()
 
 
 def padded(head_dim: int) -> str:

@@ -74,13 +74,14 @@ def scheduled_tile(t, tiles, heads, l2_heads):
 
 
 @triton.jit
-def visible_tiles(first, last, start, end, SIZE: tl.constexpr):
+def visible_tiles(first, last, start, end, SIZE: tl.constexpr, before=0):
     """Return tiles of SIZE in sight of start .. end-1: (lo, full_lo, full_hi, masked).
 
-    Tiles full_lo .. full_hi-1 need no mask; `masked` counts the others, before and after.
+    Tiles full_lo .. full_hi-1 need no mask; `masked` counts the others, before and after. Tiles
+    begin `before` before multiples of SIZE.
     """
-    first_lo, first_hi = tl.load(first + start), tl.load(first + end - 1)
-    last_lo, last_hi = tl.load(last + start), tl.load(last + end - 1)
+    first_lo, first_hi = tl.load(first + start) + before, tl.load(first + end - 1) + before
+    last_lo, last_hi = tl.load(last + start) + before, tl.load(last + end - 1) + before
     lo = first_lo // SIZE
     hi = tl.maximum(tl.cdiv(last_hi + 1, SIZE), lo)
     full_lo = tl.cdiv(first_hi, SIZE)
@@ -218,12 +219,12 @@ def _forward_tile(
     k, k_row, k_col, v, v_row, v_col,
     n, Tk, stride_kt, stride_vt, first_i, last_i, bias, bias_r, scale_log2,
     D: tl.constexpr, PAD: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return m, l, acc after one more tile of keys, from n on, by online softmax."""
     # s = q·k, in fp32
     kj = _load(k, k_row, k_col, n, Tk, stride_kt, D, PAD, BN, TMA)
-    s = tl.dot(q, kj.T, input_precision=PRECISION)
+    s = tl.dot(q, kj.T, input_precision="ieee")
     if SOFTCAP is not None:
         s, _ = softcapped(s, scale_log2, SOFTCAP)
     if BIAS:
@@ -246,7 +247,7 @@ def _forward_tile(
     p = tl.exp2(s * scale_log2 - shift[:, None])
     alpha = tl.exp2(m - shift)
     l = l * alpha + tl.sum(p, 1)
-    acc = tl.dot(p.to(vj.dtype), vj, acc * alpha[:, None], input_precision=PRECISION)
+    acc = tl.dot(p.to(vj.dtype), vj, acc * alpha[:, None], input_precision="ieee")
     return m_new, l, acc
 
 
@@ -260,8 +261,7 @@ def forward_kernel(
     Tq, Tk, Hq, heads, l2_heads,
     GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    BIAS: tl.constexpr,
+    TMA: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Compute out (B, Tq, Hq, D) contiguous and lse, for BM queries of one head."""
     # the queries of this program, and the tiles of keys in their sight
@@ -290,7 +290,7 @@ def forward_kernel(
                 qi, m, l, acc,
                 k, k_row, k_col, v, v_row, v_col,
                 n * BN, Tk, stride_kt, stride_vt, first_i, last_i, bias, bias_r, scale_log2,
-                D, PAD, BN, TMA, PRECISION, SOFTCAP, BIAS, MASKED,
+                D, PAD, BN, TMA, SOFTCAP, BIAS, MASKED,
             )  # fmt: skip
 
     # epilogue: out and lse
@@ -351,8 +351,7 @@ def _dkv_tile(
     q, q_row, q_col, do, do_row, do_col, lse2, delta, bias_j, bias_r,
     m0, Tq, stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2,
     D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
-    MASKED: tl.constexpr,
+    TMA: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return dk and dbias, if DK, and dv, if DV, of a tile of keys after more queries, from m0 on.
 
@@ -365,7 +364,7 @@ def _dkv_tile(
         qi = _finite(qi)
     lse_i = tl.load(lse2 + i)
     delta_i = tl.load(delta + i)
-    s = tl.dot(k, qi.T, input_precision=PRECISION)
+    s = tl.dot(k, qi.T, input_precision="ieee")
     if SOFTCAP is not None:
         s, slope = softcapped(s, scale_log2, SOFTCAP)
     if BIAS:
@@ -378,9 +377,9 @@ def _dkv_tile(
         p = tl.where(visible, p + 0.0 * delta_i[None, :], 0.0)
     # dv += pᵀ·do, dk += dsᵀ·q
     if DV:
-        dv = tl.dot(p.to(do_i.dtype), do_i, dv, input_precision=PRECISION)
+        dv = tl.dot(p.to(do_i.dtype), do_i, dv, input_precision="ieee")
     if DK:
-        ds = p * (tl.dot(v, do_i.T, input_precision=PRECISION) - delta_i[None, :])
+        ds = p * (tl.dot(v, do_i.T, input_precision="ieee") - delta_i[None, :])
         # dbias += Σ ds, without scale and slope: it was added behind them
         if BIAS:
             dbias += tl.sum(tl.where(visible, ds, 0.0) if MASKED else ds, 1)
@@ -388,7 +387,7 @@ def _dkv_tile(
             ds *= slope
         if MASKED:
             ds = tl.where(visible, ds, 0.0)
-        dk = tl.dot(ds.to(qi.dtype), qi, dk, input_precision=PRECISION)
+        dk = tl.dot(ds.to(qi.dtype), qi, dk, input_precision="ieee")
     return dk, dv, dbias
 
 
@@ -404,7 +403,7 @@ def dkv_kernel(
     Tq, Tk, Hq, heads, l2_heads,
     GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
+    TMA: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv (B, Tk, Hkv, D) contiguous, for BN keys of one key-value head, and dbias
     (B, Hq, Tk) contiguous of its group.
@@ -449,7 +448,7 @@ def dkv_kernel(
                     kj, vj, dk, dv, dbias, qh, q_row, q_col, doh, do_row, do_col,
                     lse2 + row, delta + row, bias_j, bias_r + row,
                     m * BM, Tq, stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2,
-                    D, PAD, BM, DK, DV, TMA, PRECISION, SOFTCAP, BIAS, MASKED,
+                    D, PAD, BM, DK, DV, TMA, SOFTCAP, BIAS, MASKED,
                 )  # fmt: skip
         if BIAS and DK:
             tl.store(_row(dbias_out, b, h, Tk, Hq * Tk) + j, dbias, mask=j < Tk)
@@ -468,7 +467,7 @@ def _dq_tile(
     k, k_row, k_col, v, v_row, v_col,
     n, Tk, stride_kt, stride_vt, first_i, last_i, bias, bias_r, scale_log2,
     D: tl.constexpr, PAD: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return dq of a tile of queries after one more tile of keys, from n on."""
     # p again from the saved lse, then ds
@@ -476,19 +475,19 @@ def _dq_tile(
     vj = _load(v, v_row, v_col, n, Tk, stride_vt, D, PAD, BN, TMA)
     if MASKED:
         kj = _finite(kj)
-    s = tl.dot(q, kj.T, input_precision=PRECISION)
+    s = tl.dot(q, kj.T, input_precision="ieee")
     if SOFTCAP is not None:
         s, slope = softcapped(s, scale_log2, SOFTCAP)
     if BIAS:
         s = biased(s, _keys(bias, n, Tk, BN)[None, :], bias_r[:, None], scale_log2)
     p = tl.exp2(s * scale_log2 - lse_i[:, None])
-    ds = p * (tl.dot(do, vj.T, input_precision=PRECISION) - delta_i[:, None])
+    ds = p * (tl.dot(do, vj.T, input_precision="ieee") - delta_i[:, None])
     if SOFTCAP is not None:
         ds *= slope
     if MASKED:
         j = n + tl.arange(0, BN)
         ds = tl.where((j[None, :] >= first_i[:, None]) & (j[None, :] <= last_i[:, None]), ds, 0.0)
-    return tl.dot(ds.to(kj.dtype), kj, dq, input_precision=PRECISION)
+    return tl.dot(ds.to(kj.dtype), kj, dq, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -502,7 +501,7 @@ def dq_kernel(
     Tq, Tk, Hq, heads, l2_heads,
     GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
+    TMA: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Compute dq (B, Tq, Hq, D) contiguous, for BM queries of one head."""
     # the queries of this program, and the tiles of keys in their sight
@@ -535,7 +534,7 @@ def dq_kernel(
                 qi, do_i, dq, lse_i, delta_i,
                 k, k_row, k_col, v, v_row, v_col,
                 n * BN, Tk, stride_kt, stride_vt, first_i, last_i, bias, bias_i, scale_log2,
-                D, PAD, BN, TMA, PRECISION, SOFTCAP, BIAS, MASKED,
+                D, PAD, BN, TMA, SOFTCAP, BIAS, MASKED,
             )  # fmt: skip
     _store(dq_out + (b.to(tl.int64) * Tq * Hq + h) * D, dq * scale, m0, Tq, Hq * D, D, PAD, BM)
 
@@ -568,7 +567,7 @@ def forward(
             *(_operand(x, rows, tma) for x, rows in ((q, c.BM), (k, c.BN), (v, c.BN))),
             *(out, lse, intervals.first, intervals.last, sinks_or(lse, scores), bias),
             scores.scale * LOG2E.value,
-            *(*strides_of(q), *strides_of(k), *strides_of(v), batch_stride(intervals.first)),
+            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], batch_stride(intervals.first)),
             stride_bb,
             *(Tq, k.shape[1], Hq, B * Hq, heads_in_l2(k, B * Hq, Hq // k.shape[2])),
             **_constants(q, k, c, tma, scores),
@@ -594,7 +593,7 @@ def backward(
 
     def launch(kernel, c, tiles, heads, l2_heads, outputs, ends, **constants):
         operands = (q, c.BM), (k, c.BN), (v, c.BN), (do, c.BM)
-        strides = *(n for x in (q, k, v, do) for n in strides_of(x)), batch_stride(ends[0])
+        strides = *(n for x in (q, k, v, do) for n in x.stride()[:3]), batch_stride(ends[0])
         kernel[(tiles * heads,)](
             *(_operand(x, rows, tma) for x, rows in operands),
             *(lse2, delta, *given, *outputs, *ends, scores.scale, scores.scale * LOG2E.value),
@@ -650,7 +649,7 @@ def preprocess(
     lse2, delta = lse.new_empty((2, *padded_rows(lse))).unbind()
     parts = lse2 if sinks is None else lse.new_empty(sink_parts(lse))
     with torch.cuda.device_of(out):
-        preprocess_into(lse2, delta, parts, do, dlse, out, lse, sinks, bias_r)
+        preprocess_into((lse2, delta, parts), do, dlse, saved, sinks, bias_r)
     return lse2, delta, bias_r, None if sinks is None else parts.sum(1)
 
 
@@ -667,27 +666,19 @@ def sink_parts(lse: Tensor) -> tuple[int, int]:
 
 
 def preprocess_into(
-    lse2: Tensor,
-    delta: Tensor,
-    dsinks: Tensor,
-    do: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    sinks: Tensor | None,
-    bias_r: Tensor | None = None,
+    into: tuple[Tensor, ...], do: Tensor, dlse: Tensor | None, saved: Saved, *more: Tensor | None
 ) -> Relaunch | None:
-    """Compute `lse2`, `delta` and the parts of `dsinks`; return how to do it again, or None in the
-    interpreter.
+    """Compute lse2, delta and the parts of dsinks `into` such tensors; return how to do it again,
+    or None in the interpreter.
 
-    The addresses are those of out, do, lse, dlse, sinks, bias_r (or lse again), lse2, delta and
-    dsinks. `bias_r` is the `padded_reference`.
+    `more` are sinks and `padded_reference`. The addresses are those of out, do, lse, dlse, `more`
+    (or lse again) and `into`.
     """
+    out, lse, (sinks, bias_r) = saved.out, saved.lse, more
     Tq, Hq, D = out.shape[1:]
     dlse = None if dlse is None else dlse.contiguous()
-    given = (lse if x is None else x for x in (dlse, sinks, bias_r))
-    pointers = out, do, lse, *given, lse2, delta, dsinks
-    scalars = *strides_of(out), *strides_of(do), Tq, Hq
+    pointers = out, do, lse, *(lse if x is None else x for x in (dlse, *more)), *into
+    scalars = *out.stride()[:3], *do.stride()[:3], Tq, Hq
     has = dict(HAS_DLSE=dlse is not None, SINKS=sinks is not None, BIAS=bias_r is not None)
     constants = dict(D=D, PAD=triton.next_power_of_2(D), **has)
     programs = padded_rows(lse).numel() // DELTA_ROWS.value
@@ -704,7 +695,6 @@ def _constants(q: Tensor, k: Tensor, c: Launch, tma: bool, scores: Scores) -> di
         BN=c.BN,
         STAGES=c.stages,
         TMA=tma,
-        PRECISION="ieee",
         SOFTCAP=scores.softcap,
         BIAS=scores.key_bias is not None,
         num_warps=c.warps,
@@ -740,8 +730,3 @@ def _operand(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
         return x
     B, T, H, D = x.shape
     return TensorDescriptor(x, [B * T, (H - 1) * x.stride(2) + D], [x.stride(1), 1], [rows, D])
-
-
-def strides_of(x: Tensor) -> tuple[int, int, int]:
-    """Return the strides of rows, tokens and heads of x (B, T, H, D)."""
-    return x.stride(0), x.stride(1), x.stride(2)

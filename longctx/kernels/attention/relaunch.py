@@ -123,5 +123,4 @@ def first_launch(
 
 def stream_of(device: int) -> int:
     """Return the current stream of a GPU, as a launcher takes it."""
-    stream: int = torch._C._cuda_getCurrentRawStream(device)
-    return stream
+    return int(torch._C._cuda_getCurrentRawStream(device))

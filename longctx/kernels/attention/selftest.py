@@ -68,21 +68,22 @@ class Problem(NamedTuple):
     dkey_bias: Tensor
 
 
+class Variant(NamedTuple):
+    """What chooses a compiled kernel besides shapes and types."""
+
+    has_sinks: bool = False
+    span: str = "long"
+    has_bias: bool = False
+    has_softcap: bool = False
+
+
 _trusted: set[tuple[Any, ...]] = set()
 _testing = {"forward": threading.Lock(), "backward": threading.Lock()}
 _making = threading.Lock()  # of a problem, for which the number of threads changes
 
 
 def trust(
-    part: str,
-    implementation: str,
-    q: Tensor,
-    k: Tensor,
-    run: Callable[..., Any],
-    has_sinks: bool = False,
-    span: str = "long",
-    has_bias: bool = False,
-    has_softcap: bool = False,
+    part: str, implementation: str, q: Tensor, k: Tensor, run: Callable[..., Any], variant: Variant
 ) -> None:
     """Test `run`, the "forward" or "backward" of `implementation`, for tensors like q and k.
 
@@ -96,8 +97,8 @@ def trust(
         bucket = launch.longest_bucket(
             (name for name, its in launch.PORTABLE.items() if its == part), q, k.shape[1]
         )
-    shapes, variant = (q.shape[3], group, bucket), (has_sinks, span, has_bias, has_softcap)
-    key = (part, implementation, q.device, q.dtype, *shapes, *variant)
+    shapes = q.shape[3], group, bucket
+    key = (part, implementation, q.device, q.dtype, *shapes, variant)
     if key in _trusted or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     with _testing[part], torch.no_grad():
@@ -105,10 +106,7 @@ def trust(
             return
         # longer problems in fewer copies: the test takes about the same time
         copies = max(2, max(COPIES // group, 20) * QUERIES // (bucket + QUERIES))
-        error = check(
-            part, run, q.device, q.dtype, *shapes, copies, has_sinks, span, has_bias, has_softcap
-        )
-        if error:
+        if error := check(part, run, q.device, q.dtype, *shapes, copies, variant):
             raise SelfTestFailed(_message(part, implementation, q, error))
         _trusted.add(key)
 
@@ -122,12 +120,10 @@ def check(
     group: int = 1,
     bucket: int = 0,
     copies: int = 1,
-    has_sinks: bool = False,
-    span: str = "long",
-    has_bias: bool = False,
-    has_softcap: bool = False,
+    variant: Variant = Variant(),  # noqa: B008, it does not change
 ) -> str | None:
     """Return the first mistake of `run`, the `part` of some `Kernels`, or None."""
+    has_sinks, span, has_bias, has_softcap = variant
     with _making, torch.device("cpu"), one_thread():  # whatever the default device is
         x = problem(head_dim, group, bucket, has_sinks, has_bias)
     # copies of one problem keep all multiprocessors busy, and must agree
@@ -138,7 +134,8 @@ def check(
     qfirst = torch.searchsorted(x.last, keys, out_int32=True)
     qlast = torch.searchsorted(x.first, keys, right=True, out_int32=True) - 1
     first, last, qfirst, qlast = (end.to(device) for end in (x.first, x.last, qfirst, qlast))
-    intervals = Intervals(first, last, qfirst, qlast, span)
+    starts = launch.tile_starts(torch.zeros_like(first))
+    intervals = Intervals(first, last, qfirst, qlast, span, starts)
     sinks = None if x.sinks is None else x.sinks.to(device)
     bias = None if x.key_bias is None else x.key_bias.to(device).expand(copies, -1, -1)
     scores = Scores(SCALE, SOFTCAP if has_softcap else None, sinks, bias)
