@@ -119,9 +119,8 @@ class ExpertsSpec(FeedForward):
             # Shared experts are before or after all that
             self.dense.backward(p),
         )
-        # Gradients of the other branch's input, and of the output before its norm
-        branches = 2 * p.activation * C * p.tokens if self.norms else 0
-        return max(moments) + p.gradient * sum(shared) + branches
+        # An MLP beside has freed by then what the gradients between norms take
+        return max(moments) + p.gradient * sum(shared)
 
     def product(self, p: Pass, pairs: int, before: int, made: int, weights: int) -> int:
         """Return the bytes alive in a product: widths `before` and `made`, and its weights."""
