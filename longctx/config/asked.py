@@ -20,6 +20,7 @@ def workload_of(
     """
     # Nulls get their defaults; the memory policy stays as requested.
     model, memory, compiles = model or config.model, config.memory, config.compile.lower()
+    auto = device == "cuda" and model.has_kernels
     step = Workload(
         device=device,
         devices=config.devices,
@@ -31,9 +32,7 @@ def workload_of(
         accumulate=0,
         seq_len=seq_len,
         precision=precision_of(config.precision, device),
-        compile=device == "cuda" and model.has_kernels
-        if compiles == "auto"
-        else compiles == "true",
+        compile=auto if compiles == "auto" else compiles == "true",
         model=model,
         # a CPU has memory for the fastest policy
         memory=memory if device == "cuda" else memory.filled(memory.policies()[0]),

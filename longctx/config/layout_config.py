@@ -15,7 +15,7 @@ from longctx.config.fields import Group, key, positive
 LOGITS = 2**29
 # Values with which a key does nothing
 OFF: Any = {"keep_every": 1, "mlp_tile": 0, "heads_at_once": 0, "attention_again": 0, "offload": 0}
-OFF |= {"offload_weights": 0}
+OFF |= {"offload_weights": 0, "recompute_share": 1}
 NOTHING_TWICE: dict[str, Any] = {"recompute": "none", **OFF, "optimizer_state": "fp32"}
 POLICIES = {"fast": NOTHING_TWICE, "balanced": NOTHING_TWICE | {"recompute": "block"}}
 
@@ -43,6 +43,7 @@ class MemoryConfig(Group):
         matrices are in pinned host memory, and arrive while the block before computes
     loss_chunk: tokens whose logits exist at one time; null: up to 16,384, on a CPU 1,024
     optimizer_state: AdamW's moments or Muon's momentum: fp32 | bf16 | host: fp32 in pinned memory
+    recompute_share: of the blocks, the first ones, which recompute=block means; others save all
     """
 
     prefix = "memory."
@@ -56,6 +57,7 @@ class MemoryConfig(Group):
     offload_weights: float | None = key(None, between=(0, 1))
     loss_chunk: int | None = positive(None, limit=2**24)
     optimizer_state: str | None = key(None, choices=("fp32", "bf16", "host"))
+    recompute_share: float | None = key(None, between=(0, 1))
 
     def problems(self) -> Iterator[str]:
         """Yield a message if no policy allows the other keys."""
@@ -81,9 +83,11 @@ class MemoryConfig(Group):
     def contradiction(self, policy: str) -> str:
         """Return which keys contradict each other under `policy`; empty if none do."""
         filled = self.filled(policy)
-        for name, off in OFF.items():
-            if filled.recompute != "block" and (value := getattr(filled, name)) != off:
-                return f"memory.{name}={value} needs memory.recompute=block, not none"
+        for base, wanted in (("recompute", "block"), ("recompute_share", 1)):
+            present = getattr(filled, base)
+            for name, off in OFF.items():
+                if present != wanted and name != base and (value := getattr(filled, name)) != off:
+                    return f"memory.{name}={value} needs memory.{base}={wanted}, not {present}"
         return ""
 
     def filled(self, policy: str) -> MemoryConfig:
@@ -98,6 +102,11 @@ class MemoryConfig(Group):
             return self
         given = {name: value for name, value in vars(self).items() if value is not None}
         return replace(self, **POLICIES[policy] | given | {"policy": policy})
+
+    @property
+    def again(self) -> float:
+        """Return the share of the blocks that backward computes again; the policy is chosen."""
+        return (self.recompute_share or 0.0) if self.recompute == "block" else 0.0
 
     def chunk(self, vocab_size: int, device: str) -> int:
         """Return the tokens whose logits exist at one time on "cuda" or "cpu"."""

@@ -57,7 +57,7 @@ class GPT(nn.Module):
         if config.vocab_size is None:
             raise ValueError("model.vocab_size is not set; give it, or take it from a tokenizer")
         attention, self.memory = settings_of(attention, memory)
-        self.config = config
+        self.config, self.again = config, round(self.memory.again * config.layers)
         V, C = config.vocab_size, config.channels
         self.embed = nn.Embedding(V, C)
         self.ropes: Any = Ropes([block.attention.rope for block in config.blocks])
@@ -116,10 +116,10 @@ class GPT(nn.Module):
         compile_cache.use()
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-        for block in self.blocks:
+        for layer, block in enumerate(self.blocks):
             if isinstance(block.attention, Mixer):  # its kernels may not be traceable
                 continue
-            if self.memory.recompute == "none":
+            if layer >= self.again:
                 block.compile()
             else:
                 block.before = torch.compile(block.before)
@@ -205,11 +205,9 @@ class GPT(nn.Module):
             reduction, scale = "sum", mean if scale is None else mean * scale
         targets = shards.local(F.pad(targets, (0, N - T), value=IGNORED))
         chunk = self.memory.chunk(len(lm_head), x.device.type)
-        m = self.config.multipliers
-        extra = ZLoss(z_loss) if z_loss else None
-        loss = linear_cross_entropy(
-            x, lm_head, targets, chunk, reduction, scale, m.logits, m.logit_softcap, extra
-        )
+        m, extra = self.config.multipliers, ZLoss(z_loss) if z_loss else None
+        of_logits = chunk, reduction, scale, m.logits, m.logit_softcap, extra
+        loss = linear_cross_entropy(x, lm_head, targets, *of_logits)
         if extra is not None and extra.mean is not None:
             self.measured = {**self.measured, "z_loss": extra.mean}
         if balance is not None:
@@ -275,15 +273,18 @@ class GPT(nn.Module):
 
     def _through_blocks(self, tokens: Tensor, angles: list[Angles], masks: list[Any]) -> Tensor:
         """Return x (B, T, C) after all blocks; the memory policy decides what they save."""
+        memory, again = self.memory, self.again if torch.is_grad_enabled() else 0
+        if again and torch.compiler.is_compiling():
+            # torch.compile of the whole model cannot trace what saves its own activations
+            return torch.compiler.disable(self._through_blocks)(tokens, angles, masks)
         # No name holds the first x while later blocks run: it may be a quarter of all memory
-        memory = self.memory
-        if memory.recompute == "block" and torch.is_grad_enabled():
-            if torch.compiler.is_compiling():
-                # torch.compile of the whole model cannot trace what saves its own activations
-                return torch.compiler.disable(self._through_blocks)(tokens, angles, masks)
-            return checkpointed_blocks(self.blocks, self.embedded(tokens), angles, masks, memory)
-        x, in_parts = self.embedded(tokens), memory.mlp_tile or memory.offload_weights
-        for block, *own in zip(self.blocks, angles, masks, strict=True):
+        if again:
+            blocks = self.blocks[:again]
+            x = checkpointed_blocks(blocks, self.embedded(tokens), angles, masks, memory)
+        else:
+            x = self.embedded(tokens)
+        in_parts = memory.mlp_tile or memory.offload_weights
+        for block, *own in list(zip(self.blocks, angles, masks, strict=True))[again:]:
             x = block.calling(forward_in_tiles, x, *own, memory) if in_parts else block(x, *own)
         return x
 

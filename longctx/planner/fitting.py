@@ -18,6 +18,7 @@ from typing import Any
 
 from longctx.attention.description import DESCRIPTIONS, AttentionConfig
 from longctx.config.layout_config import MemoryConfig
+from longctx.model.mixers.description import of_model
 from longctx.planner import step_time
 from longctx.planner.peak_memory import Memory, predict
 from longctx.spec.hardware import COPY_SHARE, CPU, GIB, Chip
@@ -51,12 +52,14 @@ def ways(workload: Workload) -> list[Way]:
     later tile less of the GPU and the same time.
     """
     memory = tuple(vars(workload.memory).values())
-    closed = set[str]()
-    if workload.context > 1 or workload.attention.variant:
-        closed.add("heads_at_once")
-    if workload.strategy != "none" or not workload.added:
-        closed.add("offload_weights")
-    return _ways(memory, workload.optimizer.traits.states, frozenset(closed))
+    closed = {
+        "heads_at_once": workload.context > 1 or workload.attention.variant,
+        "offload_weights": workload.strategy != "none" or not workload.added,
+        # What other mixers save is predicted within 9%, not 3%
+        "recompute_share": of_model(workload.model) or workload.memory.recompute_share is not None,
+    }
+    names = frozenset(name for name, is_closed in closed.items() if is_closed)
+    return _ways(memory, workload.optimizer.traits.states, names)
 
 
 @cache
@@ -66,23 +69,27 @@ def _ways(keys: tuple[Any, ...], states: Sequence[str], closed: frozenset[str]) 
         given, is_open = getattr(memory, name), memory.policy == "auto" and name not in closed
         # A policy by name has its own values in place of nulls
         options[name] = values if is_open and given is None else (given,)
-    searches_heads = len(options["heads_at_once"]) > 1
 
-    *timed, shares, tiles, chunks = options.values()
+    heads, (*timed, shares, tiles, chunks) = options["heads_at_once"], options.values()
 
-    def settings(policy: str, *values: Any) -> Iterator[MemoryConfig]:
+    def settings(policy: str, *values: Any, **more: Any) -> Iterator[MemoryConfig]:
         """Yield the possible settings of each tile and loss chunk."""
         for last in product(tiles, chunks):
-            x = replace(memory, **dict(zip(SEARCHED, (*values, *last), strict=True))).filled(policy)
+            more |= zip(SEARCHED, (*values, *last), strict=True)
+            x = replace(memory, **more).filled(policy)
             is_possible = x.optimizer_state in states and not x.contradiction(policy)
             # Without tiles the projections of all heads exist at one time
-            if is_possible and (x.mlp_tile or not (x.heads_at_once and searches_heads)):
+            if is_possible and (x.mlp_tile or not (x.heads_at_once and heads[1:])):
                 yield x
 
-    each = (
+    each = [
         [found for share in shares if (found := list(settings(*chosen, share)))]
         for chosen in product(memory.policies(), *timed)
-    )
+    ]
+    if len(memory.policies()) > 1 and "recompute_share" not in closed:
+        # As many blocks as fit save all, if nothing else has to save memory
+        plain = "balanced", *(values[0] for values in (*timed, shares))
+        each.append([list(settings(*plain, recompute_share=part / 16)) for part in range(1, 16)])
     return [way for way in each if way]
 
 

@@ -205,11 +205,9 @@ def without_data(request: TrainConfig, device: str) -> Workload:
 def print_machine(step: Workload, chip: Chip, host: float, of_host: str) -> None:
     """Print the model, the size of a step and the machine; `of_host` follows the host memory."""
     count = count_of(step.rows_per_step, "sequence")
-    print(
-        f"{step.model.parameters() / 1e6:,.0f} million parameters, "
-        f"{count} of {step.seq_len:,} tokens a step, {step.precision}"
-        + (f", frozen weights in {step.lora.base}" if step.lora.base else "")
-    )
+    frozen = f", frozen weights in {step.lora.base}" if step.lora.base else ""
+    parameters = f"{step.model.parameters() / 1e6:,.0f} million parameters"
+    print(f"{parameters}, {count} of {step.seq_len:,} tokens a step, {step.precision}{frozen}")
     if step.measured:
         print("transformers computes this model: speed is that of a family of ours of its sizes")
     print(
@@ -219,9 +217,7 @@ def print_machine(step: Workload, chip: Chip, host: float, of_host: str) -> None
     if chip.generation != "hopper" and chip.flops is not None:
         print("predicted from its data sheet; flash has not run on such a card")
     if step.devices > 1:
-        print(
-            f"{step.devices:,} GPUs on {count_of(step.machines, 'machine')}, "
-            f"{chip.link / 1e9:,.0f} GB/s from each to others of its machine"
-            + (f", {chip.network / 1e9:,.0f} beyond" if step.machines > 1 else "")
-        )
+        beyond = f", {chip.network / 1e9:,.0f} beyond" if step.machines > 1 else ""
+        link = f"{chip.link / 1e9:,.0f} GB/s from each to others of its machine{beyond}"
+        print(f"{step.devices:,} GPUs on {count_of(step.machines, 'machine')}, {link}")
     print()

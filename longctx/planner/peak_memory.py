@@ -108,19 +108,16 @@ class _Step:
         # Of the layer with the largest exchange
         windows = self.model.windows() if workload.context > 1 else [None]
         self.exchanged = max(map(self.exchange_of, windows))
-        # Blocks that are alike have one object
-        kinds = list(zip(map(id, self.blocks), self.in_8_bits, strict=True))
-        by_kind = {
-            kind: self.costs_of(
-                block, workload.pass_of(self.B, self.T, kind[1], block.attention.window)
-            )
-            for kind, block in dict(zip(kinds, self.blocks, strict=True)).items()
-        }
+        # Blocks that are alike have one object. With recompute=block the last ones may save all
+        runs_again = [layer < round(self.memory.again * self.L) for layer in range(self.L)]
+        kinds = list(zip(map(id, self.blocks), self.in_8_bits, runs_again, strict=True))
+        alike = dict(zip(kinds, self.blocks, strict=True))
+        by_kind = {kind: self.costs_of(block, *kind[1:]) for kind, block in alike.items()}
         self.costs = [by_kind[kind] for kind in kinds]
         if self.measured:
             self.costs = [self.measured_costs(layer) for layer in self.measured]
         # Without its input a block before it runs forward again; without its output attention does
-        self.every = (self.memory.keep_every or 1) if self.memory.recompute == "block" else 1
+        self.every = self.memory.keep_every or 1
         self.attends_again = set(attends_again(workload))
         self.saved_by_block = [
             costs.saved
@@ -141,8 +138,10 @@ class _Step:
                 width = x + block.attention.query_size * out
                 self.costs[n] = costs._replace(mlp=costs.mlp + brought * width)
 
-    def costs_of(self, block: BlockSpec, through: Pass) -> _Costs:
-        """Return the bytes of one block."""
+    def costs_of(self, block: BlockSpec, in_8_bits: bool, runs_again: bool) -> _Costs:
+        """Return the bytes of one block, which `runs_again` in backward or saves all."""
+        through = self.workload.pass_of(self.B, self.T, in_8_bits, block.attention.window)
+        through = through._replace(recompute="block" if runs_again else "none")
         kept = list(block_memory.kept(block, through))
         attention = block_memory.attention_backward(block, through) + self.exchanged
         # Gradients of LoRA's additions to the block, and their sum over tiles
@@ -414,11 +413,9 @@ def frozen_on_host(workload: Workload) -> tuple[float, float]:
 
 def attends_again(workload: Workload) -> list[int]:
     """Return the blocks to run attention again in: the shortest windows first, the cheapest."""
-    model, memory = workload.model, workload.memory
-    if not memory.attention_again or memory.recompute != "block":
-        return []
+    model, share = workload.model, workload.memory.attention_again or 0.0
     blocks = sorted(range(model.layers), key=lambda block: model.window_of(block) or inf)
-    return blocks[: round(memory.attention_again * model.layers)]
+    return blocks[: round(share * model.layers)]
 
 
 def trained_weights(workload: Workload) -> tuple[int, int]:

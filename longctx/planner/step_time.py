@@ -89,7 +89,7 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     inner *= 1 if model.experts.clamp is None else CLAMPED
     # The n-th block after a saved input computes those of n blocks again
     every = memory.keep_every or 1
-    again = before + after * (every + 1) / 2 if memory.recompute == "block" else 0.0
+    again = memory.again * (before + after * (every + 1) / 2)
     # A group of heads projects all of them, in both passes and for an output made again
     groups = workload.head_parts if memory.heads_at_once else 1
     projected = groups * (2 + (memory.attention_again or 0.0)) - 2
@@ -106,7 +106,7 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     loss = each * N * int(model.vocab_size or 0) * C / rate
     # bytes of elementwise kernels
     widths = ADDED * added / (workload.lora.rank or 1)
-    moved = e * N * (model.layers * (32 * C + 9 * inner) + widths) * (1.3 if again else 1)
+    moved = e * N * (model.layers * (32 * C + 9 * inner) + widths) * (1 + 0.3 * memory.again)
     moved += e * N * model.layers * projected * 3 * (C + before / C)
     if workload.lora.base:  # unpacked for each tile, for forward, again, and for gradients
         whole = sum(block.weights for block in blocks)
@@ -202,7 +202,7 @@ def attention_of_layers(workload: Workload, layers: list[int], chip: Chip) -> fl
     passing = workload.pass_of(rows, length, window=own.window)
     runs_again = len(set(attends_again(workload)).intersection(layers)) / len(layers)
     is_saved = description.has_backward and not isinstance(own, MixerSpec)
-    runs_again += passing.recompute == "block" and not is_saved
+    runs_again += 0 if is_saved else workload.memory.again
     heads = rows * part.model.heads / workload.context
     if description.score_bytes is not None:
         calls = len(layers) * getattr(own, "softmax_calls", 1)
@@ -233,7 +233,7 @@ def rates_on(generation: str, part: AttentionSpec, p: Pass) -> tuple[float, floa
 def mixer_seconds(workload: Workload, chip: Chip) -> float:
     """Return the time of what mixers do besides matrices and attention in one micro-batch."""
     assert chip.flops is not None and chip.bandwidth is not None
-    e, again = workload.activation_bytes, workload.memory.recompute == "block"
+    e, again = workload.activation_bytes, workload.memory.again
     costs = [
         x.attention.cost(e) for x in workload.model.blocks if isinstance(x.attention, MixerSpec)
     ]
@@ -277,8 +277,7 @@ def _exchange_of_layer(workload: Workload, window: int | None, chip: Chip) -> fl
     # forward q, k, v and the output; backward those, the output's gradient, and dq, dk, dv; and
     # q, k and v once more if they are computed again
     kv *= kv_copies(model.heads, model.kv_heads, ranks)
-    again = workload.memory.recompute == "block"
-    each = 2 * q + kv + (4 * q + 2 * kv if again else 2 * q + kv)
+    each = 4 * q + 2 * kv + workload.memory.again * (2 * q + kv)
     return all_to_all(e * each * n * rows, workload, chip)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from longctx.attention.description import AttentionConfig
 from longctx.config import presets
 from longctx.config.asked import divisions, with_vocabulary, workload_of
+from longctx.config.fields import refuse
 from longctx.config.train_config import TrainConfig
 from longctx.parallel.launch import launched
 from longctx.runs import run_folder
@@ -64,11 +65,9 @@ def with_steps_of_run(
         accumulate = accumulate or rows // groups // batch_size
         if batch_size * accumulate * groups == rows:
             possible += [division._replace(batch_size=batch_size, accumulate=accumulate)]
-    if not possible:
-        names = ["devices", *(name for name in ("batch_size", "accumulate") if name in overrides)]
-        asked = " ".join(f"{name}={getattr(config, name)}" for name in names)
-        raise ValueError(
-            f"{asked}: a step of the run has {rows} sequences, which cannot be divided so; give "
-            f"numbers with groups of devices × batch_size × accumulate = {rows}"
-        )
+    names = ["devices", *(name for name in ("batch_size", "accumulate") if name in overrides)]
+    asked = " ".join(f"{name}={getattr(config, name)}" for name in names)
+    problem = f"{asked}: a step of the run has {rows} sequences, which cannot be divided so; give "
+    rule = f"numbers with groups of devices × batch_size × accumulate = {rows}"
+    refuse((not possible, problem + rule))
     return possible

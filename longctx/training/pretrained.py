@@ -64,10 +64,9 @@ def model_of(config: TrainConfig, device: str, overrides: Mapping[str, str]) -> 
     for key, text in overrides.items():
         is_own = key.startswith("model.") and key not in OPEN_KEYS
         if is_own or key == "data.vocab_size" or (key == "model" and text != "auto"):
-            raise ValueError(
-                f"{key}={text}: init={init} brings its own model and tokenizer; leave out one of "
-                f"them. Only {', '.join(OPEN_KEYS)} can be given"
-            )
+            problem = f"{key}={text}: init={init} brings its own model and tokenizer"
+            remedy = f"leave out one of them. Only {', '.join(OPEN_KEYS)} can be given"
+            raise ValueError(f"{problem}; {remedy}")
     # A checkpoint is in the folder `checkpoints` of its run
     named = folder.parent.parent if folder.suffix == ".ckpt" else folder
     name = named.name.lstrip(".-") or "model" if from_hub is None else Path(from_hub.repo).name

@@ -16,6 +16,7 @@ from pathlib import Path
 from longctx import planner
 from longctx.attention.context_parallel import padded
 from longctx.attention.description import AUTO
+from longctx.config.fields import refuse
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.data import load, open_tokenizer
@@ -43,11 +44,9 @@ def resolve(
     # What is unknown is opened first: the vocabulary decides much of the memory
     tokens = open_tokenizer(choice.data).vocab_size
     # A resumed run tells of its documents if they are others
-    if not config.resume and size is not None and size < tokens:
-        raise ValueError(
-            f"model.vocab_size={size}: the tokenizer has {tokens:,} tokens; use at least that, or "
-            "null to follow it"
-        )
+    is_too_small = not config.resume and size is not None and size < tokens
+    given = f"model.vocab_size={size}: the tokenizer has {tokens:,} tokens"
+    refuse((is_too_small, f"{given}; use at least that, or null to follow it"))
     step = step_of(choice, tokens, request.overrides.keys(), say)
     plan = planner.plan(step, machine, say, partial(dry_run.longest_of, config, machine, say))
     step = plan.step
@@ -67,11 +66,9 @@ def resolve(
                 f"{whole} tokens, which the experts would balance too; use {whole} tokens"
             )
     data = load(choice.data, step.seq_len)
-    if not len(data.train):
-        raise ValueError(
-            f"data={config.data.source}: no document is left to train on; "
-            f"data.val_fraction={config.data.val_fraction}"
-        )
+    source, share = config.data.source, config.data.val_fraction
+    empty = f"data={source}: no document is left to train on; data.val_fraction={share}"
+    refuse((not len(data.train), empty))
     for callback in CALLBACKS.values():
         callback.check(run, data)
     source = ", rope ".join(filter(None, (choice.source, choice.rope)))

@@ -36,6 +36,7 @@ B, T = 2, 150
 LONG = {"keep_every": 2, "mlp_tile": 64, "offload": 0.6}
 WAYS = {
     "balanced": MemoryConfig("balanced"),
+    "the first block": MemoryConfig("balanced", recompute_share=0.4),
     "tiles": MemoryConfig("balanced", mlp_tile=128),
     "every second": MemoryConfig("balanced", keep_every=2),
     "the first alone": MemoryConfig("balanced", keep_every=9, mlp_tile=200),

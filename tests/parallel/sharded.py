@@ -23,7 +23,7 @@ from longctx.spec.model_config import GPTConfig
 
 SIZES = {"vocab_size": 61, "layers": 3, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48}
 MEMORIES = (
-    MemoryConfig("fast"),
+    MemoryConfig("balanced", recompute_share=0.5),
     MemoryConfig("balanced", keep_every=2, mlp_tile=5),
     MemoryConfig("balanced", keep_every=2, mlp_tile=9, offload=0.6, attention_again=0.5),
 )

@@ -131,6 +131,7 @@ def test_a_search_finds_what_trying_everything_finds(words, gpu, host):
     names = [name for name in fitting.SEARCHED if getattr(step.memory, name) is None]
     each = product(step.memory.policies(), *(fitting.SEARCHED[name] for name in names))
     keys = [(policy, dict(zip(names, values, strict=True))) for policy, *values in each]
+    keys += [("balanced", {"recompute_share": n / 16}) for n in range(1, 16)]
     filled = [replace(step.memory, **own).filled(policy) for policy, own in keys]
     # Heads at a time are searched with tiles alone
     open_heads = step.memory.heads_at_once is None

@@ -35,9 +35,8 @@ from tests.training.sample_run import on_all_ranks, sample_run
 
 MEMORIES = (
     MemoryConfig("fast"),
-    MemoryConfig("balanced"),
+    MemoryConfig("balanced", recompute_share=0.5),
     MemoryConfig("balanced", keep_every=2, mlp_tile=5),
-    MemoryConfig("balanced", keep_every=3),
     MemoryConfig("balanced", keep_every=2, attention_again=0.7),
 )
 V = 61

@@ -176,7 +176,7 @@ NARROW = ["model=1b", "model.head_dim=80", "model.heads=24", "seq_len=32768"]
         (WIDE, "H200", "flash"),
         (WIDE, "A100", "flash"),
         (NARROW, "RTX 4090", "sdpa"),
-        ([*NARROW, "precision=fp32"], "RTX 4090", "flash"),
+        ([*NARROW, "precision=fp32", "memory=balanced"], "RTX 4090", "flash"),
         (["model=124m", "seq_len=1024", "batch_size=4"], "A100", "flash"),
         ([*NARROW, "graphs=true"], "RTX 4090", "flash"),
         (NARROW, "Toaster", "flash"),
