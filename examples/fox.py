@@ -24,12 +24,11 @@ from longctx.model.mixers import Batch, Cost, MixerSpec, register
 class Fox(Attending):
     """Forgetting attention; `remember` is b."""
 
+    needs = frozenset({"key_bias"})
     exact = ("remember",)
 
     def __init__(self, part: MixerSpec, backend: AttentionConfig) -> None:
         super().__init__(part, backend)
-        if problem := self.attend.description.lacks(frozenset({"key_bias"})):
-            raise ValueError(f"model.mixer=fox attention={backend.backend}: {problem}")
         if "prune" in self.attend.description.options:
             self.attend = Attention(backend.backend, {"prune": True} | backend.options)
 

@@ -23,8 +23,8 @@ SCORED = {"score": SCORES}
 # Kernel, with `_on_ampere` for its rates there → head size → shares of the chip's peak
 RATES = tomllib.loads(Path(__file__).with_name("rates.toml").read_text(encoding="utf-8"))
 ALL = ("out", "dq", "dk", "dv")
-# What a backend lacks without a part of `Scores`, if not the part itself
-WORDS = {"sinks": "gradient of its lse, with which sinks are trained"}
+# What a backend lacks without a part of `Scores`, or `score`, if not that itself
+WORDS = {"sinks": "gradient of its lse, with which sinks are trained", "score": "score function"}
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class Description:
     score_bytes: tuple[int, int] | None = None
 
     def lacks(self, parts: frozenset[str]) -> str | None:
-        """Return the parts of `Scores` that it lacks, with a backend for them, or None."""
-        words = (WORDS.get(part, part.replace("_", " ")) for part in sorted(parts - self.scores))
-        missing = " and no ".join(words)
-        names = " or ".join(name for name, other in DESCRIPTIONS.items() if parts <= other.scores)
+        """Return what of `parts` of `Scores`, or options, it lacks, and who has it; else None."""
+        lacking = sorted(parts - self.scores - {*self.options})
+        missing = " and no ".join(WORDS.get(part, part.replace("_", " ")) for part in lacking)
+        names = " or ".join(x for x, y in DESCRIPTIONS.items() if parts <= y.scores | {*y.options})
         return f"it has no {missing}; use attention={names}" if missing else None
 
 

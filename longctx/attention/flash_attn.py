@@ -89,12 +89,8 @@ class FlashAttn(Backend):
         module = importlib.import_module(api.module)
         causal = mask.kind != "full"
         window = (api.no_window, api.no_window) if mask.window is None else (mask.window - 1, 0)
-        options: dict[str, Any] = {
-            "softmax_scale": scores.scale,
-            "causal": causal,
-            "window_size": window,
-        }
-        options[api.lse_flag] = True
+        options: dict[str, Any] = {"softmax_scale": scores.scale, "causal": causal}
+        options |= {"window_size": window, api.lse_flag: True}
         B, Tq, Hq, _ = q.shape
         q, k, v = aligned(q), aligned(k), aligned(v)
         # packed documents go to the kernel for sequences of several lengths

@@ -36,14 +36,14 @@ class Flex(Backend):
         return None
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, score: str = "none"
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, score: Any = "none"
     ) -> Output:
         heads = (x.transpose(1, 2) for x in (q, k, v))
         options: dict[str, Any] = {"scale": scores.scale, "enable_gqa": True}
         options["return_aux"] = torch_flex.AuxRequest(lse=True)
         score_mod, mask_mod = mods(score, mask, q.shape[0])
         options["score_mod"] = _score_mod(scores, mask, score_mod)
-        asked, attend = (mask, k.shape[1], q.shape[2], mask_mod), _compiled(flex_attention)
+        asked, attend = (mask, k.shape[1], q.shape[2], mask_mod), compiled(flex_attention)
         # otherwise short sequences go to a kernel for decoding that lacks shapes
         options["kernel_options"] = {"BACKEND": "TRITON"}
         if torch.compiler.is_compiling():
@@ -54,9 +54,10 @@ class Flex(Backend):
                 torch.compiler.set_stance("default"),
                 torch._dynamo.config.patch(recompile_limit=64),
             ):
-                if score not in mask.cache:
-                    mask.cache[score] = block_mask(*asked)
-                out, aux = attend(*heads, block_mask=mask.cache[score], **options)
+                hides = score if isinstance(score, str) else score[1]
+                if hides not in mask.cache:
+                    mask.cache[hides] = block_mask(*asked)
+                out, aux = attend(*heads, block_mask=mask.cache[hides], **options)
         return out.transpose(1, 2), aux.lse, "torch flex, compiled"
 
 
@@ -76,7 +77,7 @@ def _score_mod(scores: Scores, mask: Mask, score_mod: Mod | None) -> Mod | None:
 
 
 @functools.cache
-def _compiled(function: Any) -> Any:
+def compiled(function: Any) -> Any:
     # fullgraph: at the recompile limit an error, never the scores in memory
     return torch.compile(function, fullgraph=True)
 
@@ -93,7 +94,7 @@ def block_mask(mask: Mask, Tk: int, heads: int = 1, mask_mod: Mod | None = None)
     if mask_mod is not None:
         both = torch_flex.and_masks(sees, mask_mod)
         shape = first.shape[0], heads, first.shape[1], Tk
-        return _compiled(torch_flex.create_block_mask)(both, *shape, first.device, BLOCK)
+        return compiled(torch_flex.create_block_mask)(both, *shape, first.device, BLOCK)
     # a block is touched if its last query reaches its first key, and the reverse
     starts = torch.arange(0, first.shape[1], BLOCK, device=first.device)
     ends = (starts + BLOCK).clamp(max=first.shape[1]) - 1

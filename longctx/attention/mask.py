@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention.exchange import Exchange
+from longctx.config.fields import refuse
 from longctx.kernels.attention.launch import tile_starts
 
 INT32_MAX = 2**31 - 1  # of an interval; no row is longer
@@ -47,7 +48,7 @@ class Mask:
     visible: int = -1
     exchange: Exchange | None = None  # of q, k, v and out, if ranks share the rows
     # values that a backend derives from a bound mask, once per batch
-    cache: dict[str, Any] = field(default_factory=dict)
+    cache: dict[Any, Any] = field(default_factory=dict)
 
     @staticmethod
     def causal(window: int | None = None) -> Mask:
@@ -76,11 +77,9 @@ class Mask:
         Give them on the CPU if you can: then counting pairs and offsets waits for no device. Raises
         ValueError if ids decrease.
         """
-        if bool((doc_ids[:, 1:] < doc_ids[:, :-1]).any()):
-            raise ValueError(
-                "doc_ids must not decrease along a row; "
-                "sort the documents of each row, or renumber them"
-            )
+        remedy = "sort the documents of each row, or renumber them"
+        decrease = bool((doc_ids[:, 1:] < doc_ids[:, :-1]).any())
+        refuse((decrease, f"doc_ids must not decrease along a row; {remedy}"))
         B, T = doc_ids.shape
         # a document begins with the row, or with another id
         changes = torch.ones(B, T, dtype=torch.bool, device=doc_ids.device)
@@ -92,29 +91,20 @@ class Mask:
         visible = int(pairs.sum()) if pairs.numel() else 0
         # a power of two: torch.compile specializes on it
         longest = 1 << (int(lengths.max()) - 1).bit_length() if lengths.numel() else 0
-        return Mask(
-            "documents",
-            window,
-            doc_ids=doc_ids,
-            offsets=offsets,
-            lengths=tuple(lengths.tolist()),
-            longest=longest,
-            visible=visible,
-        )
+        own: Any = {"offsets": offsets, "lengths": tuple(lengths.tolist()), "longest": longest}
+        return Mask("documents", window, doc_ids, visible=visible, **own)
 
     @staticmethod
     def intervals(first: Tensor, last: Tensor) -> Mask:
         """Return any intervals: `first`, `last` (B or 1, Tq) integers, both non-decreasing along
         Tq; a query with last < first sees nothing.
         """
-        if first.shape != last.shape or first.ndim != 2:
-            raise ValueError(
-                f"first and last must both be (B, Tq), got {tuple(first.shape)} "
-                f"and {tuple(last.shape)}"
-            )
-        for name, x in (("first", first), ("last", last)):
-            if bool((x[:, 1:] < x[:, :-1]).any()):
-                raise ValueError(f"{name} must not decrease along a row")
+        shapes, names = f"{tuple(first.shape)} and {tuple(last.shape)}", ("first", "last")
+        differ = first.shape != last.shape or first.ndim != 2
+        refuse((differ, f"first and last must both be (B, Tq), got {shapes}"))
+        for name, x in zip(names, (first, last), strict=True):
+            decrease = bool((x[:, 1:] < x[:, :-1]).any())
+            refuse((decrease, f"{name} must not decrease along a row"))
         first, last = (x.long().clamp(-1, INT32_MAX).int().contiguous() for x in (first, last))
         return Mask("intervals", first=first, last=last)
 

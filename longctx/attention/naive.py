@@ -30,7 +30,7 @@ class Naive(Backend):
         return None
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, score: str = "none"
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, score: Any = "none"
     ) -> Output:
         assert scores.scale is not None
         B, Tq, Hq, D = q.shape

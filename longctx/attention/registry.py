@@ -17,6 +17,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,9 +153,9 @@ def register_score(name: str, score_mod: Mod | None = None, mask_mod: Mod | None
     SCORES[name] = score_mod, mask_mod, file
 
 
-def mods(score: str, mask: Mask, rows: int) -> tuple[Mod | None, Mod | None]:
-    """Return the score_mod and mask_mod of that name, for `rows` sequences under `mask`."""
-    score_mod, mask_mod, _ = SCORES[score]
+def mods(score: Any, mask: Mask, rows: int) -> tuple[Mod | None, Mod | None]:
+    """Return the score_mod and mask_mod of `score`, a name or both, for `rows` sequences."""
+    score_mod, mask_mod = SCORES[score][:2] if isinstance(score, str) else score
     if score == "none":
         return None, None
     if mask.kind == "full":
@@ -328,6 +329,18 @@ class Attention:
             # free before the next part is exchanged
             del part, qs, ks, vs, out, lse
         return exchange.joined(outs), lses[0] if len(lses) == 1 else torch.cat(lses, dim=1)
+
+    def scored(self, score_mod: Mod | None = None, mask_mod: Mod | None = None) -> Attention:
+        """Return one with these functions, as of `register_score`; they may use tensors that train.
+
+        Raises ValueError if the backend takes none, or has others already.
+        """
+        _refuse_parts(self.name, frozenset({"score"}))
+        other = f"attention.options.score={self.options.get('score', 'none')}"
+        refuse((not other.endswith("=none"), f"{other}: a mixer has its own; leave it out"))
+        scored = copy(self)
+        scored.options = self.options | {"score": (score_mod, mask_mod)}
+        return scored
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Tensor:
         """Return out (B, 1, Hq, D) of new tokens, see `Backend.decode`."""

@@ -184,7 +184,7 @@ def formula(trial: Trial) -> Found:
         return "it has no naive to compare forward with; write the formula"
     if not DESCRIPTIONS[trial.backend].exact:
         return "attention is not exact"
-    if trial.backend == "naive":
+    if trial.mixer == SOFTMAX and trial.backend == "naive":
         return "naive itself computes it; on a GPU flex does"
     model, inputs = trial.model(), trial.inputs(2)
     found, wanted = (trial.branch(model, inputs, naive=naive) for naive in (False, True))
@@ -331,13 +331,13 @@ def check(name: str) -> int:
         names |= {name for name, backend in registered().items() if backend.source() == path}
         names |= {score for score, (*_, file) in SCORES.items() if file == str(path)}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    trials = [Trial(mixer, "flash", device) for mixer in MIXERS if mixer in names - {SOFTMAX}]
-    trials += [Trial(SOFTMAX, backend, device) for backend in DESCRIPTIONS if backend in names]
     compiled = "flex" if device == "cuda" else "naive"
+    mixers = [(name, class_of(name).needs) for name in MIXERS if name in names - {SOFTMAX}]
+    trials = [Trial(x, compiled if "score" in parts else "flash", device) for x, parts in mixers]
+    trials += [Trial(SOFTMAX, backend, device) for backend in DESCRIPTIONS if backend in names]
     trials += [Trial(SOFTMAX, compiled, device, score) for score in SCORES if score in names]
-    kinds = "mixer, score function or attention backend"
-    remedy = f"registers no {kinds}; end it with register(NAME, ...) or register_score(NAME, ...)"
-    refuse((not trials, f"{name}: {remedy if name.endswith('.py') else f'no {kinds}'}"))
+    remedy = "end a file with register(NAME, ...) or register_score(NAME, ...)"
+    refuse((not trials, f"{name}: no mixer, score function or attention backend; {remedy}"))
     # A process that has used a GPU cannot fork
     forked, failed = [outcome(trial, devices) for trial in trials], 0
     for trial, shared in zip(trials, forked, strict=True):

@@ -45,10 +45,14 @@ class Attending(Mixer, SelfAttention):
     branch = SelfAttention.branch
 
     def attended(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, key_bias: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, key_bias: Any = None, **functions: Any
     ) -> Tensor:
-        """Return softmax attention (B, T, H, D), by the backend; `key_bias` is (B, H, T) fp32."""
-        return self.attend(q, k, v, batch.mask, self.scores._replace(key_bias=key_bias))
+        """Return softmax attention (B, T, H, D), by the backend; `key_bias` is (B, H, T) fp32.
+
+        `score_mod` and `mask_mod`, as of `register_score`, may use tensors that train; see `needs`.
+        """
+        attend = self.attend.scored(**functions) if functions else self.attend
+        return attend(q, k, v, batch.mask, self.scores._replace(key_bias=key_bias))
 
     def probabilities(self, q: Tensor, k: Tensor, batch: Batch, bias: Tensor | float = 0) -> Tensor:
         """Return the softmax (B, H, T, T) of scores + bias, by the formula."""

@@ -49,19 +49,18 @@ class Decoder:
         self.device, kind = weight.device, weight.device.type
         autocasts = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if autocasts else weight.dtype
-        mixers = {
-            n: x.attention for n, x in enumerate(model.blocks) if isinstance(x.attention, Mixer)
-        }
+        attentions = [block.attention for block in model.blocks]
+        mixers = {n: x for n, x in enumerate(attentions) if isinstance(x, Mixer)}
         layers = [n for n in range(model.config.layers) if n not in mixers]
         self.attends: dict[int, Attention] = {}
         for n in layers:
-            own = model.blocks[n].attention.attend
+            own = attentions[n].attend
             score = own.options if "score" in own.options else None  # naive has it, too
             self.attends[n] = Attention("naive", score) if own.backend.exact else own
-        attends, parts = self.attends.values(), model.config.block(0).attention.required()["scores"]
+        attends, has = self.attends.values(), model.config.block(0).attention.required()["scores"]
         self.splits_keys = all(x.name == "naive" and not x.options for x in attends)
         heads = [model.config.blocks[n].attention.model for n in layers]
-        self.splits_keys &= all(splits_keys(self.device, dtype, x.head_size, parts) for x in heads)
+        self.splits_keys &= all(splits_keys(self.device, dtype, x.head_size, has) for x in heads)
         slow = [f"model.mixer={x.part.mixer}" for x in mixers.values() if not x.decodes]
         slow += [f"attention={x.name}" for x in attends if not x.decodes]
         self.decodes = not slow

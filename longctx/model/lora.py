@@ -137,8 +137,6 @@ class MergedRows:
         # Stacked weights of experts: each has its rows of W and B, and of A
         each = self.shape[0] * rank // len(lora_a)
         ends = [*range((at.start // each + 1) * each, at.stop, each), at.stop]
-        added = [
-            self.b[first:last] @ lora_a[first // each * rank :][:rank]
-            for first, last in pairwise([at.start, *ends])
-        ]
+        parts = pairwise([at.start, *ends])
+        added = [self.b[start:end] @ lora_a[start // each * rank :][:rank] for start, end in parts]
         return rows.float() + self.factor * torch.cat(added)

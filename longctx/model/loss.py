@@ -156,10 +156,8 @@ def _refuse_second_derivatives() -> None:
     """Raise RuntimeError in a backward with create_graph=True: its result would be a constant."""
     # once_differentiable refuses only if the loss's own gradient is differentiated too
     if torch.is_grad_enabled():
-        raise RuntimeError(
-            "this loss supports first derivatives only; for create_graph=True take "
-            "torch.nn.functional.cross_entropy of the logits, model(tokens)"
-        )
+        remedy = "torch.nn.functional.cross_entropy of the logits, model(tokens)"
+        raise RuntimeError(f"a loss of first derivatives only; for create_graph=True take {remedy}")
 
 
 def _times(x: Tensor, by: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ tiles:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -56,12 +56,6 @@ class Batch:
         return self.length * torch.arange(self.rows + 1, device=self.device)
 
     @cached_property
-    def offsets_on_host(self) -> Tensor:
-        """Return `offsets` in the CPU's memory, without waiting for a device."""
-        lengths = self.mask.lengths or (self.length,) * self.rows
-        return torch.tensor([0, *lengths]).cumsum(0)
-
-    @cached_property
     def documents(self) -> Tensor:
         """Return each token's document, (B, T) int64, counted through all sequences."""
         tokens = torch.arange(self.rows * self.length, device=self.device)
@@ -97,6 +91,7 @@ class Mixer(nn.Module):
     names: weight → its tensor, or tensors, in a layer of a Hugging Face folder, for a family;
         without it MIXER.NAME.weight, or MIXER.NAME.0.weight and on of a stack
     softmax_calls: calls of softmax attention in one forward
+    needs: "key_bias" or "score" if the backend of softmax attention must take such
     lacks: keys of a model that it would ignore
     reads_input: True if `branch` takes the normed input x
     exact: weights that export leaves in fp32. A run in 16 bits leaves these matrices in fp32 too,
@@ -107,6 +102,7 @@ class Mixer(nn.Module):
     share: ClassVar[str | None] = None
     names: ClassVar[Mapping[str, Any]] = {}
     softmax_calls: ClassVar[int] = 0
+    needs: ClassVar[Set[str]] = frozenset()
     lacks: ClassVar[Sequence[str]] = ()
     reads_input: Any = False
     exact: ClassVar[tuple[str, ...]] = ()

@@ -60,13 +60,8 @@ def unpacked(weight: Tensor, dtype: torch.dtype) -> Tensor:
     codes, levels, ends = weight[:, : sum(sizes)].split(sizes, dim=1)
     low, step = ends.contiguous().view(torch.float32).split(1, dim=1)
     functional = bitsandbytes()
-    state = functional.QuantState(
-        absmax=(low + step * levels).flatten(),
-        shape=torch.Size((len(weight), I)),
-        dtype=dtype,
-        blocksize=BLOCK,
-        quant_type="nf4",
-    )
+    kind = {"shape": torch.Size((len(weight), I)), "blocksize": BLOCK, "quant_type": "nf4"}
+    state = functional.QuantState((low + step * levels).flatten(), dtype=dtype, **kind)
     return functional.dequantize_4bit(codes.reshape(-1, 1), state)
 
 

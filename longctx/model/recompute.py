@@ -374,10 +374,8 @@ class _Sums:
     def __init__(self, block: Any, weights: Sequence[Tensor]) -> None:
         own = {id(weight) for weight in block.parameters()}
         if any(id(weight) not in own for weight in weights):
-            raise RuntimeError(
-                "the weights of this forward pass have left the model before backward; with "
-                "torch.func.functional_call use memory=fast"
-            )
+            left = "the weights of this forward pass have left the model before backward"
+            raise RuntimeError(f"{left}; with torch.func.functional_call use memory=fast")
         self.weights = weights
         self.sums: list[Tensor | None] = [None] * len(weights)
 

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from packaging.version import Version
 from torch import Tensor
 
+from longctx.attention.flex import compiled
 from longctx.model.mixer import Batch, Mixer, widened
 from longctx.model.mixers.description import Cost, MixerSpec, rows_of
 
@@ -147,18 +148,14 @@ class Recurrent(Mixer):
         for tensor, weights in zip(inputs, filters, strict=True):
             own = (batch.own_heads(weight, tensor[0, 0].numel()) for weight in weights)
             taps, *biases = (weight.to(tensor.dtype) for weight in own)
-            channels, taps = tensor.flatten(2), taps[:, 0]
+            given = tensor.flatten(2), batch.positions, taps[:, 0], *biases
             if tensor.is_cuda and not naive:
-                kernel = fla_kernel("modules.causal_conv1d:causal_conv1d", batch)
-                tokens = channels.reshape(1, -1, channels.shape[2])
-                total = kernel(tokens, taps, *biases, activation="silu")[0]
+                # Compiled even if the caller forbids it: fused, it takes the time of one copy
+                limit = torch._dynamo.config.patch(recompile_limit=64)
+                with torch.compiler.set_stance("default"), limit:
+                    total = compiled(convolution)(*given)
             else:
-                total = sum(biases, torch.zeros_like(channels))
-                for back in range(TAPS):
-                    moved = F.pad(channels, (0, 0, back, 0))[:, : channels.shape[1]]
-                    seen = (batch.positions >= back)[..., None]
-                    total = total + taps[:, -1 - back] * moved * seen
-                total = F.silu(total)
+                total = convolution(*given)
             found.append(total.view(tensor.shape))
         return found
 
@@ -211,6 +208,15 @@ class Recurrent(Mixer):
         out, changed = one_token(state, *(x if x is None else x[:, 0] for x in terms))
         state.copy_(changed)
         return self.finished(out[:, None], inputs[2], None)
+
+
+def convolution(inputs: Tensor, positions: Tensor, taps: Tensor, *biases: Tensor) -> Tensor:
+    """Return silu of the causal convolution of inputs (B, T, C) with `taps` (C, 4), by document."""
+    total = sum(biases, torch.zeros_like(inputs))
+    for back in range(TAPS):
+        moved = F.pad(inputs, (0, 0, back, 0))[:, : inputs.shape[1]]
+        total = total + taps[:, -1 - back] * moved * (positions >= back)[..., None]
+    return F.silu(total)
 
 
 def joined(inputs: Sequence[Any]) -> Tensor:
@@ -310,4 +316,6 @@ def fla_kernel(path: str, batch: Batch | None = None) -> Any:
     if batch is None:
         return kernel
     # With a copy on the host nothing waits for the device
-    return partial(kernel, cu_seqlens=batch.offsets, cu_seqlens_cpu=batch.offsets_on_host)
+    lengths = batch.mask.lengths or (batch.length,) * batch.rows
+    on_host = torch.tensor([0, *lengths]).cumsum(0)
+    return partial(kernel, cu_seqlens=batch.offsets, cu_seqlens_cpu=on_host)

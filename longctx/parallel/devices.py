@@ -50,7 +50,7 @@ def check_attention(config: TrainConfig | EvalConfig, model: GPTConfig, device: 
         needed = "memory.heads_at_once=0"
     if variant and needed:
         raise ValueError(f"{variant} is not exact: its heads are computed together; give {needed}")
-    mixers.check(model, device, sharing.degree, sharing.method)
+    mixers.check(model, config.attention, device, sharing.degree, sharing.method)
     if sharing.degree not in (1, "auto") and sharing.method_for(model.heads) == "allgather":
         # A rank's queries see arbitrary intervals of keys
         shard = Mask("intervals")

@@ -154,7 +154,7 @@ def test_a_score_function_is_the_formula_by_hand():
 
 def test_flex_computes_the_functions_of_naive(monkeypatch):
     # FlexAttention's own formula, as a CPU compiles no backward
-    monkeypatch.setattr(flex, "_compiled", lambda function: function)
+    monkeypatch.setattr(flex, "compiled", lambda function: function)
     q, k, v = (x[:1, :160] for x in tensors()[:3])
     changed = Scores(scale=0.3, softcap=2.0, key_bias=torch.randn(1, 6, 160))
     for name, window, scores in (("alibi", None, Scores(scale=0.3)), ("both", 40, changed)):

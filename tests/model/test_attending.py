@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from longctx.attention import Mask
+from longctx.attention.description import AttentionConfig
 from longctx.model import GPT
+from longctx.parallel.devices import mixers
 from longctx.spec.model_config import GPTConfig
 from tests.model.test_mixers import SIZES, loaded, small, step
 from tests.processes import ROOT
@@ -65,4 +67,4 @@ def test_settings_that_they_lack_are_refused():
     with pytest.raises(ValueError, match=r"start=1\.0: give a number from 0 up, below 1"):
         small("differential", mixer_options={"differential": {"start": 1.0}})
     with pytest.raises(ValueError, match="fox attention=sdpa: it has no key bias; use attention=f"):
-        GPT(GPTConfig(mixer=["fox"], **SIZES), "sdpa")
+        mixers.check(GPTConfig(mixer=["fox"], **SIZES), AttentionConfig("sdpa"), "cpu", 1, "auto")

@@ -9,6 +9,7 @@ from transformers import KimiLinearConfig
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 
 from longctx.attention import Mask
+from longctx.attention.description import AttentionConfig
 from longctx.attention.exchange import Ranks
 from longctx.config.fields import build
 from longctx.model import GPT, recurrent
@@ -103,7 +104,7 @@ def test_ranks_may_share_a_group(groups):
 
 def test_a_gpu_takes_a_new_fla_alone(monkeypatch):
     config = model("gdn").config
-    mixers.check(config, "cpu", 2, "auto")
+    mixers.check(config, AttentionConfig(), "cpu", 2, "auto")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     for found, triton, message in (
@@ -115,7 +116,7 @@ def test_a_gpu_takes_a_new_fla_alone(monkeypatch):
         versions = {"fla-core": found, "triton": triton}
         monkeypatch.setattr(recurrent, "version", lambda name, of=versions: of[name] or missing())
         with pytest.raises(ValueError, match=f"model.mixer=gdn: .*{message}.*pip install"):
-            mixers.check(config, "cuda", 1, "auto")
+            mixers.check(config, AttentionConfig(), "cuda", 1, "auto")
     recurrent.fla_refusal.cache_clear()
 
 

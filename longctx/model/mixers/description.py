@@ -17,7 +17,8 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any, NamedTuple
 
-from longctx.config.fields import Group, key
+from longctx.attention.description import AttentionConfig
+from longctx.config.fields import Group, key, refuse
 from longctx.spec.parts import AttentionSpec, LinearSpec, Piece
 
 SOFTMAX = "softmax"  # attention by the backend that attention= names
@@ -43,10 +44,10 @@ class Cost(NamedTuple):
 
 def register(name: str, mixer: Any) -> None:
     """Let model.mixer= have the value `name`; ValueError if it is taken, or `mixer` no `Mixer`."""
-    if not hasattr(mixer, "branch"):
-        raise ValueError(f"model.mixer={name}: give a class that derives from Mixer")
-    if MIXERS.get(name) or (name in MIXERS and mixer.__module__ != f"longctx.model.mixers.{name}"):
-        raise ValueError(f"model.mixer={name} is already registered; choose another name")
+    taken = MIXERS.get(name) or (name in MIXERS and mixer.__module__ != f"{__package__}.{name}")
+    not_one = f"model.mixer={name}: give a class that derives from Mixer"
+    again = f"model.mixer={name} is already registered; choose another name"
+    refuse((not hasattr(mixer, "branch"), not_one), (taken, again))
     MIXERS[name] = mixer
 
 
@@ -239,18 +240,20 @@ def shared_heads(model: Any) -> int:
     return gcd(model.heads, *(x.heads(part) if x.share else 1 for part, x in classes))
 
 
-def check(model: Any, device: str, degree: int | str, method: str) -> None:
-    """Raise ValueError if `device` cannot compute the mixers of `model`, or `degree` devices cannot
-    share its sequences by this `method`.
+def check(model: Any, chosen: AttentionConfig, device: str, degree: Any, method: str) -> None:
+    """Raise ValueError if attention or `device` cannot compute the mixers of `model`, or `degree`
+    devices cannot share its sequences by this `method`.
     """
-    heads = shared_heads(model)
+    heads, ranks = shared_heads(model), 1 if degree == "auto" else degree
     for part in of_model(model):
-        setting = f"model.mixer={part.mixer}: "
-        if reason := part.computed_by.refusal(device):
-            raise ValueError(setting + reason)
-        if isinstance(degree, int) and degree > 1 and (heads % degree or method == "allgather"):
-            give = "context.method=ulysses" if heads % degree == 0 else f"one that divides {heads}"
-            raise ValueError(f"{setting}context={degree} shares its heads; give {give}")
+        setting, own = f"model.mixer={part.mixer}", chosen.of_window(part.window)
+        lack = own.description.lacks(frozenset(part.computed_by.needs))
+        reason, odd = part.computed_by.refusal(device), heads % ranks
+        give = f"one that divides {heads}" if odd else "context.method=ulysses"
+        wrong = ranks > 1 and (odd or method == "allgather")
+        shared = f"{setting}: context={ranks} shares its heads; give {give}"
+        lacking = f"{setting} attention={own.backend}: {lack}"
+        refuse((lack, lacking), (reason, f"{setting}: {reason}"), (wrong, shared))
 
 
 def check_windows(model: Any, backend: str | None) -> None:

@@ -43,8 +43,8 @@ class Mamba2(Recurrent):
     def cost(cls, spec: MixerSpec, e: int) -> Cost:
         (_, heads, state, size), given = cls.sizes(spec), super().cost(spec, e)
         # Δ x; in backward B and C of each head, and their gradients
-        saved = given.saved + e * heads * size
-        return Cost(given.flops, saved, given.backward + 4 * e * heads * state)
+        saved, backward = given.saved + e * heads * size, given.backward + 4 * e * heads * state
+        return Cost(given.flops, saved, backward)
 
     def terms(self, batch: Batch | None, *tensors: Tensor) -> tuple[Tensor | None, ...]:
         *groups, inputs, rates = tensors
@@ -65,8 +65,9 @@ class Mamba2(Recurrent):
             return tensor.repeat_interleave(repeats, 2) if tensor.shape[2:] == groups else tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            rule = fla_kernel("ops.simple_gla:chunk_simple_gla", batch)
-            return rule(*terms, scale=1.0, **choices)
+            return fla_kernel("ops.simple_gla:chunk_simple_gla", batch)(
+                *terms, scale=1.0, **choices
+            )
 
     def finished(self, out: Tensor, values: Tensor, batch: Batch | None) -> Tensor:
         own = self.D if batch is None else batch.own_heads(self.D)
