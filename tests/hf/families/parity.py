@@ -88,20 +88,19 @@ def small_tokenizer() -> str:
     return str(tokenizer.to_str())
 
 
-def check_parity(config: PreTrainedConfig, tmp_path: Path, rewritten: Collection[str] = ()) -> None:
+def check_parity(theirs: Any, tmp_path: Path, rewritten: Collection[str] = ()) -> GPT:
     """Logits, loss and gradients are those of transformers, and an export is the model again.
 
     It has the class and every key that the model came with; those of `rewritten` may have other
-    values.
+    values. Return our model.
     """
-    theirs = reference(config)
+    config = theirs.config
     theirs.save_pretrained(tmp_path / "in")
     write_tokenizer(tmp_path / "in")
-    check_computation(theirs, tmp_path / "in")
+    model = check_computation(theirs, tmp_path / "in")
 
-    model = pretrained(tmp_path / "in")
     export(model, tmp_path / "in", tmp_path / "out")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    again = reopened(tmp_path / "out")
     tokens = torch.randint(301, (2, 101))
     weights, exported = theirs.state_dict(), again.state_dict()
     assert weights.keys() == exported.keys()
@@ -121,15 +120,24 @@ def check_parity(config: PreTrainedConfig, tmp_path: Path, rewritten: Collection
     ids = tokenizers.Tokenizer.from_file(str(tmp_path / "in" / "tokenizer.json")).encode(text).ids
     assert AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"] == ids
     assert again.generation_config.eos_token_id == again.config.eos_token_id
+    return model
 
 
-def check_computation(theirs: Any, folder: Path) -> None:
-    """Logits, loss and gradients of `folder` are those of `theirs`."""
+def reopened(folder: Path) -> Any:
+    """Return the model that transformers finds in `folder`."""
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def check_logits(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def check_computation(theirs: Any, folder: Path) -> GPT:
+    """Logits, loss and gradients of `folder`, which is returned, are those of `theirs`."""
     model = pretrained(folder)
     tokens = torch.randint(301, (2, 101))
     expected = theirs(tokens, labels=tokens)
-    error = (model(tokens) - expected.logits).abs().max() / expected.logits.abs().max()
-    assert error < 1e-4
+    check_logits(model(tokens), expected.logits)
     loss = model(tokens, torch.cat([tokens[:, 1:], torch.full((2, 1), -100)], dim=1))
     want = expected.loss
     # The loss that balances experts has gradients, but is not added to ours
@@ -150,6 +158,7 @@ def check_computation(theirs: Any, folder: Path) -> None:
         ours = weight.grad[piece.rows]
         want = piece.fold.load(gradients[family.named(piece.theirs)])
         assert (ours - want).abs().max() < 1e-3 * want.abs().max() + least, piece.theirs
+    return model
 
 
 def saved_gradients(theirs: Any, folder: Path) -> dict[str, torch.Tensor]:
@@ -192,14 +201,9 @@ class FamilyTests:
     fast_ropes: tuple[str, ...] = ("yarn",)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        def seeds(fast: int) -> list[Any]:
-            """Return five seeds, which pick each value; those from `fast` on are slow tests."""
-            return [pytest.param(n, marks=pytest.mark.slow if n >= fast else ()) for n in range(5)]
-
-        if "case" in metafunc.fixturenames:
-            metafunc.parametrize("case", [*seeds(3), *self.cases])
-        if "seed" in metafunc.fixturenames:  # test_parts.py packs documents for each part
-            metafunc.parametrize("seed", seeds(1))
+        if "case" in metafunc.fixturenames:  # five seeds pick each value
+            slow = [pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 4)]
+            metafunc.parametrize("case", [0, 1, 2, *slow, *self.cases])
         if "rope" in metafunc.fixturenames:
             others = [rope for rope in self.ropes if rope not in self.fast_ropes]
             slow = [pytest.param(rope, marks=pytest.mark.slow) for rope in others]
@@ -234,14 +238,11 @@ class FamilyTests:
         return dict(json.loads(content))
 
     @torch.no_grad()
-    def test_packed_documents_are_each_alone(self, seed, tmp_path):
+    def check_packed(self, model: GPT, theirs: Any, tmp_path: Path) -> None:
         """Rows of packed documents, in 32 and 16 bits, are those of transformers without packing;
         so are those of LoRA, and of a model that was exported. In 16 bits it is the token in the
         middle: routers choose differently for some.
         """
-        theirs = reference(self.config(seed))
-        theirs.save_pretrained(tmp_path / "in")
-        write_tokenizer(tmp_path / "in")
         documents = torch.repeat_interleave(torch.arange(4), torch.tensor([37, 1, 24, 31]))[None]
         tokens, mask = torch.randint(301, documents.shape), Mask.documents(documents)
 
@@ -256,29 +257,43 @@ class FamilyTests:
             return float(of((logits - expected).norm(dim=-1) / expected.norm(dim=-1)))
 
         expected = alone(theirs)
-        model = pretrained(tmp_path / "in")
         assert error(packed(model), expected) < self.rounding
         added = lora.add(model, LoraConfig(2, targets=[*self.lora_targets]))
         for layer in lora.layers(added):
             torch.nn.init.normal_(layer.lora_b, std=0.1)
-        export(lora.merge(added), tmp_path / "in", tmp_path / "out")
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+        export(lora.merge(added), tmp_path / "in", tmp_path / "merged")
+        again = reopened(tmp_path / "merged")
         trained = packed(added)
-        assert error(trained, alone(again.eval())) < self.rounding < error(trained, expected)
+        assert error(trained, alone(again)) < self.rounding < error(trained, expected)
         short, low = pretrained(tmp_path / "in", dtype=torch.bfloat16), alone(theirs.bfloat16())
         assert error(packed(short), expected, torch.median) < 2 * error(low, expected, torch.median)
 
     def test_computes_as_in_transformers_and_comes_back(self, case, tmp_path):
+        """Packed documents, too."""
         is_drawn = isinstance(case, int)
         keys = {} if is_drawn else deepcopy(SMALL | dict(self.cases[case]))
-        config = self.config(case) if is_drawn else self.config_class(**keys)
-        check_parity(config, tmp_path, self.rewritten)
+        theirs = reference(self.config(case) if is_drawn else self.config_class(**keys))
+        model = check_parity(theirs, tmp_path, self.rewritten)
+        self.check_packed(model, theirs, tmp_path)
 
     def test_stretched_computes_as_in_transformers(self, rope, tmp_path):
+        """Scalings change angles alone: one of a family is tried with gradients and export."""
         keys = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
         keys |= {"head_dim": 8} if "head_dim" in self.drawn else {}
         keys |= self.rope_keys({"rope_theta": 5000.0} | ROPES[rope]) | dict(self.stretched)
-        check_parity(self.config(0, **keys), tmp_path, self.rewritten)
+        theirs = reference(self.config(0, **keys))
+        if rope in self.fast_ropes:
+            check_parity(theirs, tmp_path, self.rewritten)
+            return
+        theirs.save_pretrained(tmp_path)
+        model, tokens = pretrained(tmp_path), torch.randint(301, (2, 101))
+        with torch.no_grad():
+            check_logits(model(tokens), theirs(tokens).logits)
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(write_config(model.config, 64)))
+        again = self.config_class.from_json_file(file)
+        assert again.rope_parameters == theirs.config.rope_parameters
+        assert read_config(tmp_path) == model.config
 
     def test_missing_keys_are_those_of_transformers_and_unknown_ones_are_refused(self, tmp_path):
         keys = {k: SIZES[k] for k in ("vocab_size", "num_hidden_layers", "intermediate_size")}
