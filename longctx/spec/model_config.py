@@ -290,10 +290,10 @@ class GPTConfig(mixers.MixerKeys):
         return self._embedding() * (1 if self.tied else 2) + blocks + last
 
     @cached_property
-    def frozen_matrices(self) -> list[tuple[int, int]]:
-        """Rows and columns of every matrix that lora.base can pack."""
+    def frozen_matrices(self) -> Counter[tuple[int, int]]:
+        """Rows and columns of the matrices that lora.base can pack, with their number."""
         linears = [linear for block in self.blocks for linear in block.linears.values()]
-        return [(linear.outputs, linear.columns) for linear in linears if linear.packs]
+        return Counter((linear.outputs, linear.columns) for linear in linears if linear.packs)
 
     def lora_widths(self, of_token: bool = False) -> Mapping[str, int]:
         """Return rows plus columns of the matrices that LoRA can adapt, or of one token's."""
@@ -374,8 +374,8 @@ class LoraConfig:
 
     def frozen_bytes(self, model: GPTConfig, each: int) -> int:
         """Return the bytes of the weights of `model`, with `each` of one that is not packed."""
-        matrices = model.frozen_matrices if self.base is not None else []
-        saved = (rows * (each * columns - packed_width(columns)) for rows, columns in matrices)
+        matrices = model.frozen_matrices.items() if self.base is not None else []
+        saved = (n * r * (each * columns - packed_width(columns)) for (r, columns), n in matrices)
         return each * model.parameters() - sum(saved)
 
     def check_model(self, model: GPTConfig) -> None:
