@@ -5,6 +5,7 @@ config.json was read, and a run records it.
 from __future__ import annotations
 
 import pkgutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -59,8 +60,8 @@ class TransformersConfig(GPTConfig):
         return int(self.transformers["parameters"])
 
     @cached_property
-    def frozen_matrices(self) -> list[tuple[int, int]]:
-        return [(rows, columns) for rows, columns in self.transformers["matrices"]]
+    def frozen_matrices(self) -> Counter[tuple[int, int]]:
+        return Counter((rows, columns) for rows, columns in self.transformers["matrices"])
 
     def lora_widths(self, of_token: bool = False) -> Mapping[str, int]:
         return {name: width for name, width in self.transformers["lora"].items() if width}
