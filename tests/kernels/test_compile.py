@@ -6,12 +6,16 @@ out is what hardly differs from another case: the forward's retry, but for 64 ch
 size whose retry has a loop of its own for masked tiles; groups of heads without short windows, but
 for 128 channels, where they change the order of walks; softcaps for 96 channels, which have the
 loops of 64 and 128; and parts of the scores alone that another case has together.
+
+compiled.json has what each version of the compiler said of these sources, so that only other ones
+take minutes: after a change of kernels, LONGCTX_RECORD=1 pytest tests/kernels/test_compile.py.
 """
 
+import hashlib
 import json
 import os
 import warnings
-from importlib.metadata import distributions
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -44,13 +48,33 @@ EVERY = (
 )
 
 
-def compile_all(*words, path=PYTHONPATH):
+RECORD, SCRIPT = (Path(__file__).with_name(x) for x in ("compiled.json", "compile_report.py"))
+FILES = [
+    x for kind in ("py", "json") for x in sorted((ROOT / "longctx/kernels").rglob(f"*.{kind}"))
+]
+SOURCES = hashlib.sha256(b"".join(x.read_bytes() for x in [SCRIPT, *FILES])).hexdigest()[:16]
+
+
+def case_of(version, words):
+    return " ".join([SOURCES, version, *words])
+
+
+def recorded():
+    return json.loads(RECORD.read_text())
+
+
+def compile_all(*words, version=triton.__version__, path=PYTHONPATH):
     """Return the compiler's report on each kernel; `words` are those of compile_report.py."""
-    # a process of its own: there is only one Triton in each, the compiler or the interpreter
-    script = ROOT / "tests/kernels/compile_report.py"
-    compiler = finished(script, words, ROOT, PYTHONPATH=path)
-    assert compiler.returncode == 0, f"{words}, {path}: {compiler.stderr[-2000:]}"
-    return json.loads(compiler.stdout)
+    case, record = case_of(version, words), recorded()
+    if case not in record:
+        # a process of its own: there is only one Triton in each, the compiler or the interpreter
+        compiler = finished(SCRIPT, words, ROOT, PYTHONPATH=path)
+        assert compiler.returncode == 0, f"{words}, {path}: {compiler.stderr[-2000:]}"
+        record[case] = json.loads(compiler.stdout)
+        if os.environ.get("LONGCTX_RECORD"):
+            lines = (f"{json.dumps(x)}: {json.dumps(record[x])}" for x in record if SOURCES in x)
+            RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    return record[case]
 
 
 def test_walks_take_each_tile_of_each_head_once():
@@ -66,19 +90,22 @@ def test_walks_take_each_tile_of_each_head_once():
 
 @pytest.mark.slow
 def test_newest_triton_compiles_every_kernel():
+    # the newest of the index, not that of constraints.txt
+    words = ("pip", "install", "-q", "--retries=1", "--no-deps", "--no-compile", "triton")
+    asked = ("--dry-run", "--ignore-installed", "--report=-")
+    found = finished("-m", (*words, *asked), ROOT, PIP_CONSTRAINT="")
+    if found.returncode:
+        pytest.skip(f"no Triton from a package index: {found.stderr[-200:]}")
+    version = json.loads(found.stdout)["install"][0]["metadata"]["version"]
+    spilled = {}
     with TemporaryDirectory(prefix="triton-") as folder:
-        words = ("pip", "install", "-q", "--retries=1", "--no-deps", "--no-compile")
-        # the newest of the index, not that of constraints.txt
-        installed = finished(
-            "-m", (*words, f"--target={folder}", "triton"), ROOT, PIP_CONSTRAINT=""
-        )
-        if installed.returncode:
-            pytest.skip(f"no Triton from a package index: {installed.stderr[-200:]}")
-        version = next(distributions(name="triton", path=[folder])).version
+        if any(case_of(version, case) not in recorded() for _, *case in EVERY):
+            finished(
+                "-m", (*words, f"--target={folder}"), ROOT, PIP_CONSTRAINT=""
+            ).check_returncode()
         path = f"{folder}{os.pathsep}{PYTHONPATH}"
-        spilled = {}
-        for shared, *words in EVERY:
-            reports = compile_all(*words, path=path)
+        for shared, *case in EVERY:
+            reports = compile_all(*case, version=version, path=path)
             assert {k: r for k, r in reports.items() if r["shared"] > shared * 1024} == {}, version
             spilled |= {k: r["spilled"] for k, r in reports.items() if r["spilled"]}
     # pytest's summary says which version it was
