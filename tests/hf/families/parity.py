@@ -197,17 +197,11 @@ class FamilyTests:
     lora_targets: tuple[str, ...] = LORA_TARGETS
     # relative difference that rounding to fp32 makes in packed documents
     rounding: float = 1e-5
-    # scalings to test every time; the others are slow tests
-    fast_ropes: tuple[str, ...] = ("yarn",)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "case" in metafunc.fixturenames:  # five seeds pick each value
             slow = [pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 4)]
             metafunc.parametrize("case", [0, 1, 2, *slow, *self.cases])
-        if "rope" in metafunc.fixturenames:
-            others = [rope for rope in self.ropes if rope not in self.fast_ropes]
-            slow = [pytest.param(rope, marks=pytest.mark.slow) for rope in others]
-            metafunc.parametrize("rope", [*self.fast_ropes, *slow])
 
     def rope_keys(self, rope: Mapping[str, Any]) -> dict[str, Any]:
         """Return rope_parameters with `rope` in layers without a window."""
@@ -276,24 +270,24 @@ class FamilyTests:
         model = check_parity(theirs, tmp_path, self.rewritten)
         self.check_packed(model, theirs, tmp_path)
 
-    def test_stretched_computes_as_in_transformers(self, rope, tmp_path):
-        """Scalings change angles alone: one of a family is tried with gradients and export."""
+    def test_stretched_computes_as_in_transformers(self, tmp_path):
+        """A scaling changes angles alone: the first is tried with gradients and export."""
         keys = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
         keys |= {"head_dim": 8} if "head_dim" in self.drawn else {}
-        keys |= self.rope_keys({"rope_theta": 5000.0} | ROPES[rope]) | dict(self.stretched)
-        theirs = reference(self.config(0, **keys))
-        if rope in self.fast_ropes:
-            check_parity(theirs, tmp_path, self.rewritten)
-            return
-        theirs.save_pretrained(tmp_path)
-        model, tokens = pretrained(tmp_path), torch.randint(301, (2, 101))
-        with torch.no_grad():
-            check_logits(model(tokens), theirs(tokens).logits)
-        file = tmp_path / "config.json"
-        file.write_text(json.dumps(write_config(model.config, 64)))
-        again = self.config_class.from_json_file(file)
-        assert again.rope_parameters == theirs.config.rope_parameters
-        assert read_config(tmp_path) == model.config
+        for rope in self.ropes:
+            scaled = self.rope_keys({"rope_theta": 5000.0} | ROPES[rope])
+            theirs = reference(self.config(0, **keys | scaled | dict(self.stretched)))
+            if rope == self.ropes[0]:
+                check_parity(theirs, tmp_path, self.rewritten)
+                continue
+            theirs.save_pretrained(folder := tmp_path / rope)
+            model, tokens = pretrained(folder), torch.randint(301, (2, 101))
+            with torch.no_grad():
+                check_logits(model(tokens), theirs(tokens).logits)
+            (folder / "config.json").write_text(json.dumps(write_config(model.config, 64)))
+            again = self.config_class.from_json_file(folder / "config.json")
+            assert again.rope_parameters == theirs.config.rope_parameters, rope
+            assert read_config(folder) == model.config, rope
 
     def test_missing_keys_are_those_of_transformers_and_unknown_ones_are_refused(self, tmp_path):
         keys = {k: SIZES[k] for k in ("vocab_size", "num_hidden_layers", "intermediate_size")}
