@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 # Of processes that a test starts: the repository before what the tests themselves were given.
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -59,6 +61,24 @@ def finished(
         capture_output=True,
         text=True,
     )
+
+
+def install(*words: str) -> str:
+    """Return what pip says to `words`, its requirements not those of constraints.txt; skip the test
+    if it reaches no index that has them.
+    """
+    quiet = ["pip", "install", "-q", "--retries=1", "--no-compile", *words]
+    done = finished("-m", quiet, ROOT, PIP_CONSTRAINT="")
+    if "No matching distribution" in done.stderr:
+        pytest.skip(f"pip reaches no index that has it: {done.stderr[-200:]}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def newest_version(package: str) -> str:
+    """Return the newest version of a package in the index."""
+    words = "--no-deps", "--dry-run", "--ignore-installed", "--report=-", package
+    return str(json.loads(install(*words))["install"][0]["metadata"]["version"])
 
 
 def killed_at(line: str, code: str, *arguments: object) -> None:

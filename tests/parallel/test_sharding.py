@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.shapes import reference
 from longctx import files
 from longctx.runs import run_folder
 from tests.processes import run_on, train_together
@@ -41,13 +42,22 @@ MODELS = [
     {"norms": "parallel", "norm_form": "layer", "mlp_gate": False, "mlp_bias": True, "no_mlp": [0]},
     {"layers": 4, "mixer": ["mamba2", "kda", "mla", "scaled"], "no_mlp": [0, 3]},
 ]
+OF_TRANSFORMERS = "deepseek_v3", "ernie4_5_moe", "minimax_m2"
 
 
 def test_weights_in_fp32_stay_so_in_slices(tmp_path):
-    plugin = tmp_path / "scaled.py"
-    plugin.write_text(PLUGIN)
-    script = Path(__file__).with_name("sharded.py")
-    run_on(2, script, plugin, *map(json.dumps, MODELS))
+    (tmp_path / "scaled.py").write_text(PLUGIN)
+    for kind in OF_TRANSFORMERS:
+        theirs = reference(kind)
+        for name, weight in theirs.state_dict().items():
+            # Rounded to 16 bits, they lose what they differ by
+            if "correction" in name:
+                weight.normal_(10.0, 0.02)
+            elif kind != "ernie4_5_moe" or "gate.weight" not in name:
+                weight.copy_(weight.bfloat16())
+        theirs.save_pretrained(tmp_path / kind)
+    folders = (tmp_path / name for name in ("scaled.py", *OF_TRANSFORMERS))
+    run_on(2, Path(__file__).with_name("sharded.py"), *folders, *map(json.dumps, MODELS))
 
 
 @pytest.mark.slow

@@ -233,9 +233,8 @@ class FamilyTests:
 
     @torch.no_grad()
     def check_packed(self, model: GPT, theirs: Any, tmp_path: Path) -> None:
-        """Rows of packed documents, in 32 and 16 bits, are those of transformers without packing;
-        so are those of LoRA, and of a model that was exported. In 16 bits it is the token in the
-        middle: routers choose differently for some.
+        """Packed documents are each alone in transformers, in 32 and 16 bits, with LoRA, exported.
+        In 16 bits it is the token in the middle: routers choose differently for some.
         """
         documents = torch.repeat_interleave(torch.arange(4), torch.tensor([37, 1, 24, 31]))[None]
         tokens, mask = torch.randint(301, documents.shape), Mask.documents(documents)
@@ -263,7 +262,6 @@ class FamilyTests:
         assert error(packed(short), expected, torch.median) < 2 * error(low, expected, torch.median)
 
     def test_computes_as_in_transformers_and_comes_back(self, case, tmp_path):
-        """Packed documents, too."""
         is_drawn = isinstance(case, int)
         keys = {} if is_drawn else deepcopy(SMALL | dict(self.cases[case]))
         theirs = reference(self.config(case) if is_drawn else self.config_class(**keys))
