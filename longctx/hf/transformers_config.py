@@ -37,8 +37,7 @@ class TransformersConfig(GPTConfig):
     @property
     def settings(self) -> dict[str, Any]:
         """Its config.json."""
-        settings: dict[str, Any] = self.transformers["config"]
-        return settings
+        return dict(self.transformers["config"])
 
     def with_vocabulary(self, size: int) -> GPTConfig:
         raise ValueError(f"model.vocab_size={size}: {THEIRS}, with its own vocabulary; leave it")
