@@ -130,13 +130,10 @@ class _Step:
         self.reads_host = self.through.in_groups and bool(self.memory.offload)
         here = [0.0] * self.away + self.saved_by_block[self.away :]
         self.saved_by_first = [0.0, *accumulate(here)]
-        if self.reads_host:  # tiles of what is there, one ahead of its use
-            brought = self.e * min(2 * self.through.tile, self.N)
-            for n, (costs, block) in enumerate(zip(self.costs, self.blocks, strict=True)):
-                x = self.C * (n < self.away or n % self.every > 0)
-                out = n < self.away or n in self.attends_again
-                width = x + block.attention.query_size * out
-                self.costs[n] = costs._replace(mlp=costs.mlp + brought * width)
+        for n, (x, out) in enumerate(read_from_host(workload)):  # tiles, one ahead of its use
+            width = self.C * x + self.blocks[n].attention.query_size * out
+            brought = self.e * width * min(2 * self.through.tile, self.N)
+            self.costs[n] = self.costs[n]._replace(mlp=self.costs[n].mlp + brought)
 
     def costs_of(self, block: BlockSpec, in_8_bits: bool, runs_again: bool) -> _Costs:
         """Return the bytes of one block, which `runs_again` in backward or saves all."""
@@ -416,6 +413,17 @@ def attends_again(workload: Workload) -> list[int]:
     model, share = workload.model, workload.memory.attention_again or 0.0
     blocks = sorted(range(model.layers), key=lambda block: model.window_of(block) or inf)
     return blocks[: round(share * model.layers)]
+
+
+def read_from_host(workload: Workload) -> Iterator[tuple[bool, bool]]:
+    """Yield for each block if backward reads its input, and attention's output, from the host, tile
+    by tile: they are saved there, or made again.
+    """
+    memory, again = workload.memory, set(attends_again(workload))
+    if memory.heads_at_once and memory.offload:
+        away = round(memory.offload * workload.model.layers)
+        for n in range(workload.model.layers):
+            yield n < away or n % (memory.keep_every or 1) > 0, n < away or n in again
 
 
 def trained_weights(workload: Workload) -> tuple[int, int]:

@@ -33,6 +33,7 @@ from longctx.planner.peak_memory import (
     frozen_on_host,
     optimizer_state,
     predict,
+    read_from_host,
     trained_weights,
 )
 from longctx.spec.hardware import Chip
@@ -87,9 +88,9 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     after = sum(block.multiplied for block in blocks) / L - before
     inner = sum(block.mlp.moved for block in blocks) / L
     inner *= 1 if model.experts.clamp is None else CLAMPED
-    # The n-th block after a saved input computes those of n blocks again
-    every = memory.keep_every or 1
-    again = memory.again * (before + after * (every + 1) / 2)
+    # A block makes its input again, by those from the last saved one on
+    more = sum(n % (memory.keep_every or 1) for n in range(L)) / L
+    again = memory.again * (before + after * (more + 1))
     # A group of heads projects all of them, in both passes and for an output made again
     groups = workload.head_parts if memory.heads_at_once else 1
     projected = groups * (2 + (memory.attention_again or 0.0)) - 2
@@ -110,7 +111,7 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     moved += e * N * model.layers * projected * 3 * (C + before / C)
     if workload.lora.base:  # unpacked for each tile, for forward, again, and for gradients
         whole = sum(block.weights for block in blocks)
-        passes = (3 + (every - 1) / 2) * whole + L * before * projected
+        passes = (3 + more) * whole + L * before * projected
         moved += UNPACKED * -(-N // (memory.mlp_tile or N)) * passes
     # FP8: inputs and gradients of products, read for their scale, read again and written both ways
     ends = 4 * C + 2 * (model.heads + model.kv_heads) * model.head_size + 3 * model.ffn
@@ -127,16 +128,18 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     away = predict(workload, 0).host[KEPT] if memory.offload else 0.0
     # Weights come for forward and backward, and for each block that makes an input again
     weights, _ = frozen_on_host(workload)
-    copied, tiled = 2 * away + weights * (every + 3) / 2, 0.0
+    copied, tiled = (1 if memory.heads_at_once else 2) * away + weights * (more + 2), 0.0
     compute, link = sum(per_micro.values()), min(LINK, chip.link)
-    if memory.heads_at_once:
-        # Tiles for each group come while the one before is computed, in backward alone
-        tiles = (3 + projected / 2) * 2 * e * C * N * (memory.offload or 0.0) * model.layers
-        hidden = 2 / 3 * BEHIND * (compute - per_micro["attention"] - loss)
-        copied, tiled = copied - away, max(0.0, tiles / link - hidden)
+    # For each group of heads tiles come from the host, each while the one before is projected: the
+    # inputs of attention that runs again, then inputs and outputs for its backward
+    projecting = 2 * before / rate + 3 * e * (C + before / C) / (STREAM * chip.bandwidth)
+    for block, (x, out) in zip(blocks, read_from_host(workload), strict=False):
+        inputs, outputs = e * C * x / link, e * block.attention.query_size * out / link
+        tiled += (memory.attention_again or 0.0) * max(0.0, inputs - projecting)
+        tiled += max(0.0, inputs + outputs - projecting)
     # In forward, a quarter, weights come behind what is saved
     first = (away + weights) / link - BEHIND * compute / 4 if weights else 0.0
-    waiting = tiled + max(0.0, copied / link - BEHIND * compute, first)
+    waiting = N * groups * tiled + max(0.0, copied / link - BEHIND * compute, first)
     per_micro["waiting for the host"] = waiting
     parts = {name: workload.accumulate * time for name, time in per_micro.items()}
     parts[OPTIMIZER] = update_seconds(workload, chip)

@@ -54,29 +54,6 @@ DOCUMENT = 4096  # tokens of a probe's documents
 SECONDS = 1200  # limit of a probe
 
 
-class Laps:
-    """Milliseconds from each `begin` to its `end`, on a GPU by its own clock."""
-
-    def __init__(self, on_gpu: bool) -> None:
-        self.on_gpu = on_gpu
-        self._begun: list[Moment] = []
-        self._ended: list[Moment] = []
-
-    def begin(self) -> None:
-        """Begin a lap with the work that the device is given from now on."""
-        self._begun.append(now(self.on_gpu))
-
-    def end(self) -> None:
-        """End the lap behind the work that the device has been given."""
-        self._ended.append(now(self.on_gpu))
-
-    def ms(self) -> list[float]:
-        """Return the milliseconds of all laps that have ended; wait for the device."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
-        return list(map(elapsed_ms, self._begun, self._ended))
-
-
 @dataclass
 class DryRun:
     """The cost of a few steps; `failed` is None, OUT_OF_MEMORY or another line."""
@@ -147,9 +124,10 @@ def dry_run(
     run = replace(run, max_steps=steps)
     workload = run.workload
     # Memory of an earlier call must not count
-    result, laps = DryRun([]), Laps(workload.device == "cuda")
+    result, on_gpu = DryRun([]), workload.device == "cuda"
+    times: list[Moment] = []  # before the first step, and after each
     gc.collect()
-    if workload.device == "cuda":
+    if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     parallel = Parallel.of(run.config, workload.device)
@@ -158,17 +136,16 @@ def dry_run(
     try:
         with within_memory(workload.device):
             state = TrainState(run, parallel)
-            laps.begin()
+            times.append(now(on_gpu))
             for step, batch in zip(
                 range(1, steps + 1), random_batches(run, document), strict=False
             ):
                 optimizer_step(state, batch, parallel)
-                laps.end()
+                times.append(now(on_gpu))
                 result.tokens = sum(micro.tokens.numel() for micro in batch)
                 result.pairs = sum(micro.pairs for micro in batch)
                 if after is not None:
                     after(step)
-                laps.begin()
             # The loss of answers alone, without gradient, takes less than a step
             if validate and run.config.objective.traits.losses is not None:
                 with scoring(state.module, parallel):
@@ -178,7 +155,9 @@ def dry_run(
             raise
         result.failed = OUT_OF_MEMORY
     # Steps before the memory ran out have their figures, too
-    result.ms = laps.ms()
+    if on_gpu:
+        torch.cuda.synchronize()
+    result.ms = list(map(elapsed_ms, times, times[1:]))
     result.memory = measured(torch.device(workload.device))
     result.kernels = attention.kernels_run()
     return result

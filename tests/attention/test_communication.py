@@ -1,11 +1,10 @@
-"""The clocks of collectives and of laps: what counts, and what does not."""
+"""The clocks of collectives: what counts, and what does not."""
 
 import pytest
 import torch
 
 from longctx.attention import communication
 from longctx.attention.communication import Clock, measured
-from longctx.training.dry_run import Laps
 
 
 @pytest.fixture
@@ -66,25 +65,3 @@ def test_a_gpu_counts_what_its_stream_waits_for():
     assert clock.take() > 0.01
     torch.cuda._sleep(100_000_000)
     assert clock.take() == 0.0
-
-
-def test_laps_count_only_what_lies_inside(now):
-    laps = Laps(on_gpu=False)
-    for inside, outside in ((2.0, 0.0), (0.5, 10.0)):
-        laps.begin()
-        now[0] += inside
-        laps.end()
-        now[0] += outside
-    laps.begin()
-    assert laps.ms() == [2000.0, 500.0]
-
-
-@pytest.mark.gpu
-def test_laps_of_a_gpu_are_its_own_and_not_waited_for():
-    laps = Laps(on_gpu=True)
-    for _ in range(3):
-        laps.begin()
-        torch.cuda._sleep(200_000_000)
-        laps.end()
-    assert not laps._ended[-1].query()
-    assert all(50 < ms < 300 for ms in laps.ms())

@@ -10,7 +10,7 @@ from longctx.planner.peak_memory import _Step, predict
 from longctx.planner.step_time import attention_exchange, waiting_for_weights
 from longctx.spec.hardware import GIB
 from longctx.spec.step import Workload
-from tests.planner.steps import H200, one_b, with_policy
+from tests.planner.steps import FIGURES, H200, one_b, with_policy, workload
 
 
 def step(policy: str, *overrides: str, **changes: Any) -> Workload:
@@ -38,6 +38,14 @@ def test_two_gpus_take_predicted_time_and_memory(work, seconds, gib):
     assert time is not None
     assert time.total == pytest.approx(seconds, rel=0.03)
     assert predict(work).peak / GIB == pytest.approx(gib, rel=0.02)
+
+
+@pytest.mark.parametrize(("words", "documents", "measured"), FIGURES["away"])
+def test_a_step_waits_for_tiles_from_the_host(words, documents, measured):
+    each = replace(workload(*words.split(), seq_len=2048), batch_size=documents, accumulate=1)
+    time = step_time.seconds(each, H200)
+    assert time is not None
+    assert time.total == pytest.approx(measured, rel=0.08)
 
 
 def test_bytes_of_each_method_go_over_the_link():
