@@ -62,7 +62,7 @@ def drawn(draw: random.Random, ranks: int) -> TrainConfig:
         qkv_bias=draw.random() < 0.3,
     )
     memory = draw.choice(MEMORIES)
-    if context == 1 and memory.policy == "balanced" and draw.random() < 0.5:
+    if context == 1 and memory.keep_every and draw.random() < 0.5:
         memory = replace(memory, heads_at_once=1)
     return TrainConfig(
         seq_len=draw.choice([16, 33, 50]),
