@@ -1,5 +1,6 @@
 """Without a GPU, Triton interprets its kernels: chosen before triton is first imported."""
 
+import gc
 import importlib
 import os
 import signal
@@ -7,10 +8,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+gc.disable()  # imports leave nothing to collect: looking for it takes a fifth of their time
 # Two workers share two cores: more threads than that only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
+import torch  # noqa: E402
 
 # nohup has it ignored, which what a test starts would inherit: then no closed pipe ends a run
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -40,6 +42,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker(name):
                 item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is there before the first test stays
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

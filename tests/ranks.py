@@ -7,7 +7,10 @@ import os
 import runpy
 import sys
 
-import longctx.training.life_cycle  # noqa: F401
+from longctx import system
+
+with system.libraries():
+    import longctx.training.life_cycle  # noqa: F401
 
 ranks = [0] * int(sys.argv[1])
 for rank in range(len(ranks)):
