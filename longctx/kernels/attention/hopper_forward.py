@@ -226,8 +226,7 @@ def own_tile(
         start, end = gl.minimum(m0, Tq - 1), tile_end
     else:
         m0 = (gl.cdiv(Tq, ROWS) * ROWS if BM > BN else tiles * BM) - (rank + 1) * BM
-        tile_end = Tq
-        keys_before = 0
+        tile_end, keys_before = Tq, 0
         start, end = gl.maximum(m0, 0), gl.minimum(m0 + BM, Tq)
     lo, full_lo, full_hi, masked = visible_tiles(
         first + b * stride_ib, last + b * stride_ib, start, end, BN, keys_before
@@ -680,8 +679,10 @@ def forward_kernel(
     # fmt: on
 
 
-def config_of(size: int, span: str) -> ForwardConfig:
+def config_of(size: int, span: str, scores: Scores) -> ForwardConfig:
     """Return the config of heads of `size` channels; `span` as in `Intervals`."""
+    # TMA reads biases from multiples of 16 bytes on, where few documents begin
+    span = "brief" if span == "packed" and scores.key_bias is not None else span
     return OTHER_CONFIGS.get((span, size), CONFIGS[size])
 
 
@@ -718,9 +719,8 @@ def forward(
         *(intervals.span, key_bias is None),
     )
     launches = _launches.get(key)
-    aligned = (q_at | k_at | v_at) % 16 == 0
-    known = launches is not None and launches.config is config_of(launches.size, intervals.span)
-    if launches is None or not known or not aligned:
+    config = launches and config_of(launches.size, intervals.span, scores)
+    if launches is None or launches.config is not config or (q_at | k_at | v_at) % 16:
         return _first_forward(q, k, v, intervals, scores, key)
     B, Tq, Hq, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -745,7 +745,7 @@ def _first_forward(
         return forward(*addressed, intervals, scores)
     B, Tq, Hq, D = q.shape
     size, group = hopper_size(D), Hq // k.shape[2]
-    config = config_of(size, intervals.span)
+    config = config_of(size, intervals.span, scores)
     tiles = triton.cdiv(Tq, 64 * config.consumers)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((B, Hq, Tq), dtype=torch.float32)
