@@ -258,7 +258,8 @@ def producer(
     qs, ks, vs, biases = buffers
     BIASES: gl.constexpr = 0 if bias is None else BN
     q_full, q_empty, k_full, v_full = loaded
-    first, last, starts, stride_ib, Tq, Hq, tiles, heads, l2_heads, flag_count = schedule
+    first, last, starts, stride_ib, Tq, Hq, grid_tiles, heads, l2_heads = schedule
+    tiles = gl.load(starts + Tq) if BY_DOCUMENT else grid_tiles
     gl.static_assert(STAGES <= MOST_STAGES, "there are named barriers for four stages")
     BM: gl.constexpr = ROWS * CONSUMERS
     it = 0
@@ -266,7 +267,7 @@ def producer(
     end = tiles * heads
     if RETRY:
         end *= gl.load(retry)
-    t = next_tile(gl.program_id(0), end, counter, retry, flag_count, RETRY)
+    t = next_tile(gl.program_id(0), end, counter, retry, grid_tiles * heads, RETRY)
     while t < end:
         rank, row_head = scheduled_tile(t, tiles, heads, l2_heads)
         if SINKS:
@@ -305,7 +306,7 @@ def producer(
             load_parts(v, vs, s, v_full.index(s), b, j, hk)
             it += 1
         t = gl.atomic_add(counter, 1) + gl.num_programs(0)
-        t = next_tile(t, end, counter, retry, flag_count, RETRY)
+        t = next_tile(t, end, counter, retry, grid_tiles * heads, RETRY)
         count += 1
     push(queue, count, -1)
     # meet the last arrivals, for which no load waits
@@ -442,7 +443,8 @@ def consumer(
     """Compute out and lse of consumer C's 64 queries of each tile."""
     qs, ks, vs, biases = buffers
     q_full, q_empty, k_full, v_full = loaded
-    first, last, starts, stride_ib, Tq, Hq, tiles, heads, l2_heads, flag_count = schedule
+    first, last, starts, stride_ib, Tq, Hq, grid_tiles, heads, l2_heads = schedule
+    tiles = gl.load(starts + Tq) if BY_DOCUMENT else grid_tiles
     dtype: gl.constexpr = out[0].dtype
     BM: gl.constexpr = ROWS * CONSUMERS
     # may a consumer see none of a masked tile, or have no queries at all?
@@ -563,9 +565,9 @@ def consumer(
             if FIXED_MAX:
                 in_range = (total > 1 / LARGEST) & (total < LARGEST)
                 flag = (steady < n) & (i < end) & ~in_range
-                any_flag = retry + gl.zeros_like(i)
-                gl.store(any_flag, 1, mask=flag)
-                gl.store(any_flag + 1 + (t % flag_count if BY_DOCUMENT else t), 1, mask=flag)
+                flags = retry + gl.zeros_like(i)
+                gl.store(flags, 1, mask=flag)
+                gl.store(flags + 1 + (t % (grid_tiles * heads) if BY_DOCUMENT else t), 1, mask=flag)
             total = gl.where(total == 0.0, 1.0, total)
             lse_i = m * LN2 + gl.log(total)
             if SINKS:
@@ -589,15 +591,16 @@ def consumer(
 
         # epilogue: out leaves by TMA while the next tile begins
         tma.store_wait(0)
-        partial = row0 + ROWS > tile_end if BY_DOCUMENT else False
-        if partial:
-            store_rows(out_at, acc[0], i, tile_end, b, h, Tq, Hq, HEAD)
-        else:
-            for part in gl.static_range(PARTS):
-                out_own[part].store(acc[part].to(dtype))
-            fence_async_shared()
-            if not UNEVEN or row0 >= 0:
+        for part in gl.static_range(PARTS):
+            out_own[part].store(acc[part].to(dtype))
+        fence_async_shared()
+        if BY_DOCUMENT:
+            if row0 + ROWS > tile_end:
+                store_rows(out_at, acc[0], i, tile_end, b, h, Tq, Hq, HEAD)
+            else:
                 store_parts(out, out_own, b, row0, h)
+        elif not UNEVEN or row0 >= 0:
+            store_parts(out, out_own, b, row0, h)
         if OUT_IN_Q:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(C), count=1)
@@ -647,10 +650,7 @@ def forward_kernel(
     )  # fmt: skip
     loaded = ForwardLoaded(q_full, q_empty, k_full, v_full)
     queue = tile_queue(CONSUMERS)
-    flag_count = tiles * heads
-    if BY_DOCUMENT:
-        tiles = gl.load(starts + Tq)
-    schedule = first, last, starts, stride_ib, Tq, Hq, tiles, heads, l2_heads, flag_count
+    schedule = first, last, starts, stride_ib, Tq, Hq, tiles, heads, l2_heads
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     sink_slots = gl.allocate_shared_memory(gl.float32, [SINK_SLOTS, 1], one)
     for i in gl.static_range(CONSUMERS):
