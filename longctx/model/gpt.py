@@ -73,7 +73,8 @@ class GPT(nn.Module):
         }
         # The ranks that share the tokens of each row, see `forward`: this one alone
         self.context = Context()
-        self.init_weights()
+        if not self.embed.weight.is_meta:  # or there is nothing to draw yet
+            self.init_weights()
 
     @property
     def lm_head_weight(self) -> Tensor:
@@ -87,7 +88,6 @@ class GPT(nn.Module):
         As in GPT-2, those into the residual stream are smaller by sqrt(2 · layers). `draw` fills a
         weight of which this rank holds a part.
         """
-        std = self.config.init_std
         into_residual = {
             f"blocks.{n}.{path}"
             for n, block in enumerate(self.config.blocks)
@@ -103,7 +103,7 @@ class GPT(nn.Module):
                 nn.init.constant_(module.weight, 0.0 if module.plus_one else 1.0)
             elif isinstance(module, nn.Linear | nn.Embedding) and not is_packed(module.weight):
                 shrink = math.sqrt(2 * self.config.layers) if name in into_residual else 1.0
-                draw(module.weight, partial(nn.init.normal_, std=std / shrink))
+                draw(module.weight, partial(nn.init.normal_, std=self.config.init_std / shrink))
             if isinstance(module, Mixer):
                 for own, weight in module.named_parameters(recurse=False):
                     draw(weight, partial(module.start, own))
