@@ -21,8 +21,7 @@ import yaml
 from tests.processes import PYTHONPATH, ROOT, finished, install, newest_version
 
 TUNED = ("3.6.", "3.7.")  # versions that tiles and registers were chosen with; 3.9 spills more
-CASES = yaml.safe_load(Path(__file__).with_name("compiled_cases.yaml").read_text())
-HOPPER, CARDS, EVERY = (CASES[x] for x in ("hopper", "cards", "every"))
+HOPPER, EVERY, CARDS = yaml.safe_load((ROOT / "tests/kernels/cases.yaml").read_text()).values()
 LIVE = ("120", "attention", "64 bias")  # compiled each time, to what is recorded
 AMPERE = ("80", "86", "120")  # have the kernels for mma.sync
 RECORD, SCRIPT = (Path(__file__).with_name(x) for x in ("compiled.json", "compile_report.py"))
@@ -79,8 +78,9 @@ def test_walks_take_each_tile_of_each_head_once():
 
 
 @pytest.mark.slow
-def test_newest_triton_compiles_every_kernel():
-    version, spilled = newest_version("triton"), {}
+@pytest.mark.parametrize("version", ["3.6.0", "newest"])
+def test_oldest_and_newest_triton_compile_every_kernel(version):
+    version, spilled = newest_version("triton") if version == "newest" else version, {}
     with TemporaryDirectory(prefix="triton-") as folder:
         for shared, *case in EVERY:
             reports = compile_all(*case, version=version, place=folder)
