@@ -150,7 +150,7 @@ class Recurrent(Mixer):
             taps, *biases = (weight.to(tensor.dtype) for weight in own)
             given = tensor.flatten(2), batch.positions, taps[:, 0], *biases
             if tensor.is_cuda and not naive:
-                # Compiled even if the caller forbids it: fused, it takes the time of one copy
+                # Compiled even if the caller forbids it, or each step of the formula is in memory
                 limit = torch._dynamo.config.patch(recompile_limit=64)
                 with torch.compiler.set_stance("default"), limit:
                     total = compiled(convolution)(*given)
