@@ -36,10 +36,11 @@ from torch.backends.cuda import enable_cudnn_sdp, enable_math_sdp, enable_mem_ef
 from torch.profiler import ProfilerActivity, profile
 
 from longctx.attention import Mask
+from longctx.attention.communication import elapsed_ms, now
 from longctx.config.layout_config import MemoryConfig
 from longctx.model.loss import linear_cross_entropy
 from longctx.parallel.devices import is_out_of_memory, within_memory
-from longctx.training.dry_run import OUT_OF_MEMORY, Laps
+from longctx.training.dry_run import OUT_OF_MEMORY
 from longctx.training.memory import measured
 
 PACKAGES = ("transformers", "liger-kernel", "peft", "accelerate")
@@ -262,9 +263,8 @@ def accelerate_fsdp2(job: Job) -> Built:
         cpu_ram_efficient_loading=False,
     )
     on_gpu = job.device == "cuda"
-    accelerator = Accelerator(
-        mixed_precision="bf16" if on_gpu else "no", fsdp_plugin=plugin, cpu=not on_gpu
-    )
+    precision = "bf16" if on_gpu else "no"
+    accelerator = Accelerator(mixed_precision=precision, fsdp_plugin=plugin, cpu=not on_gpu)
     torch.manual_seed(1)
     model = of_transformers(job, has_liger(job), torch.float32)
     model, optimizer = accelerator.prepare(model, adamw(model, job))
@@ -292,9 +292,7 @@ TRAINERS: dict[str, Callable[[Job], Built]] = {
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Return the milliseconds of each timed step, on the slowest rank, and what was measured of
-    this one.
-    """
+    """Return the milliseconds of each timed step, on the slowest rank, and this rank's memory."""
     torch.manual_seed(1)
     result: dict[str, Any] = {"ms": [], "failed": None}
     try:
@@ -326,19 +324,21 @@ def timed_steps(job: Job, built: Built) -> dict[str, Any]:
         return value.detach()
 
     device, last, operators = device_of(job), torch.zeros(()), set()
-    laps = Laps(device.type == "cuda")
+    times = [now(device.type == "cuda")]  # before the first step, and after each
     for number in range(job.warm + job.timed):
         shape = job.rows, job.tokens + 1
         tokens = torch.randint(job.config["vocab_size"], shape, device=device)
-        laps.begin()
         if number == job.warm - 1:
             with profile(activities=[ProfilerActivity.CPU]) as profiler:
                 last = step(tokens)
             operators = {event.key for event in profiler.key_averages()}
         else:
             last = step(tokens)
-        laps.end()
-    ms, ranks = torch.tensor(laps.ms()[job.warm :], device=device), 1
+        times.append(now(device.type == "cuda"))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    of_steps = map(elapsed_ms, times, times[1:])
+    ms, ranks = torch.tensor([*of_steps][job.warm :], device=device), 1
     if dist.is_initialized():
         dist.all_reduce(ms, op=dist.ReduceOp.MAX)
         ranks = dist.get_world_size()
