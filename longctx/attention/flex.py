@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from longctx.attention.description import DESCRIPTIONS
-from longctx.attention.mask import Mask
+from longctx.attention.mask import INT32_MAX, Mask
 from longctx.attention.registry import AttentionRequest, Backend, Mod, Output, mods, register
 from longctx.kernels.attention import Scores
 from longctx.kernels.attention.key_bias import reference
@@ -38,6 +38,8 @@ class Flex(Backend):
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, score: Any = "none"
     ) -> Output:
+        if max(q.numel(), k.numel()) > INT32_MAX:
+            raise ValueError("attention=flex is wrong for 2^31 elements of q; give shorter rows")
         heads = (x.transpose(1, 2) for x in (q, k, v))
         options: dict[str, Any] = {"scale": scores.scale, "enable_gqa": True}
         options["return_aux"] = torch_flex.AuxRequest(lse=True)

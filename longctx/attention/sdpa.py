@@ -26,15 +26,12 @@ class Sdpa(Backend):
     description = DESCRIPTIONS["sdpa"]
 
     def refusal(self, request: AttentionRequest) -> str | None:
-        kernel = request.options.get("kernel", "auto")
-        if request.device.type == "cpu":
+        kernel, device = request.options.get("kernel", "auto"), request.device.type
+        if device == "cpu":
             needs_gpu = "kernel=cudnn needs a GPU; leave attention.options.kernel=auto"
             return needs_gpu if kernel == "cudnn" else None
-        if request.device.type != "cuda":
-            return (
-                f"its kernels are pinned for CUDA GPUs and CPUs, not {request.device.type}; "
-                "use attention=naive"
-            )
+        if device != "cuda":
+            return f"its kernels are for CUDA GPUs and CPUs, not {device}; use attention=naive"
         if reason := beyond_flash_attention(request):
             return reason
         if kernel == "cudnn" and (reason := _not_cudnn(request)):

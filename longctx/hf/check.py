@@ -145,11 +145,12 @@ def devices(trial: Trial) -> Found:
     if variant := trial.attention.variant:
         return f"{variant} is not the formula of attention, so context=N is refused"
     children = []
+    on_cpu = replace(trial, device="cpu", backend=trial.backend.replace("flex", "naive"))
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(2):
             children.append(os.fork())
             if children[-1] == 0:
-                _compare_ranks(replace(trial, device="cpu"), rank, Path(folder))
+                _compare_ranks(on_cpu, rank, Path(folder))
         for child in children:
             os.waitpid(child, 0)
         # The first error: a rank that waits for the failed one reports a lost connection
@@ -330,8 +331,7 @@ def check(name: str) -> int:
         names = {mixer for mixer, x in MIXERS.items() if x and inspect.getfile(x) == str(path)}
         names |= {name for name, backend in registered().items() if backend.source() == path}
         names |= {score for score, (*_, file) in SCORES.items() if file == str(path)}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    compiled = "flex" if device == "cuda" else "naive"
+    device, compiled = ("cuda", "flex") if torch.cuda.is_available() else ("cpu", "naive")
     mixers = [(name, class_of(name).needs) for name in MIXERS if name in names - {SOFTMAX}]
     trials = [Trial(x, compiled if "score" in parts else "flash", device) for x, parts in mixers]
     trials += [Trial(SOFTMAX, backend, device) for backend in DESCRIPTIONS if backend in names]

@@ -136,9 +136,11 @@ def test_scores_of_packed_documents_are_as_alone(name):
             torch.testing.assert_close(out[row : row + 1, first:last], alone)
 
 
-def test_a_full_mask_has_no_positions_for_a_score_function():
+def test_full_masks_and_flex_beyond_its_indices_are_refused():
     with pytest.raises(ValueError, match="score=both: a full mask"):
         attention(*tensors()[:3], Mask.full(), backend="naive", score="both")
+    with pytest.raises(ValueError, match=r"flex is wrong for 2\^31 elements of q"):
+        flex.Flex().run(*[torch.empty(1, 2**25, 1, 64, device="meta")] * 3, Mask.causal(), Scores())
 
 
 def test_a_score_function_is_the_formula_by_hand():
