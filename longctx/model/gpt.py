@@ -117,11 +117,10 @@ class GPT(nn.Module):
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         for layer, block in enumerate(self.blocks):
-            if isinstance(block.attention, Mixer):  # its kernels may not be traceable
-                continue
-            if layer >= self.again:
+            is_mixer = isinstance(block.attention, Mixer)  # its kernels may not be traceable
+            if layer >= self.again and not is_mixer:
                 block.compile()
-            else:
+            elif not is_mixer:
                 block.before = torch.compile(block.before)
                 block.after = torch.compile(block.after)
 
@@ -262,9 +261,8 @@ class GPT(nn.Module):
         # Rounded to the weight's dtype, as Gemma does
         x = x if factor == 1 else x * torch.tensor(factor, dtype=x.dtype).item()
         # Autocast leaves embeddings in fp32, so the residual stream would take twice the memory
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        return x
+        is_cast = torch.is_autocast_enabled(x.device.type)
+        return x.to(torch.get_autocast_dtype(x.device.type)) if is_cast else x
 
     def logits(self, x: Tensor, lm_head: Tensor) -> Tensor:
         """Return the logits (..., V) of the normed x (..., C)."""

@@ -162,9 +162,7 @@ def _refuse_second_derivatives() -> None:
 
 def _times(x: Tensor, by: Tensor) -> Tensor:
     """x times a scalar, in place."""
-    if not fused(x.device, x.dtype):
-        return x.mul_(by)
-    return cross_entropy.multiply_(x, by)
+    return cross_entropy.multiply_(x, by) if fused(x.device, x.dtype) else x.mul_(by)
 
 
 def shaped(z: Tensor, scale: float, softcap: float | None) -> Tensor:

@@ -95,9 +95,7 @@ def frequencies(spec: parts.RopeSpec, length: int | None = None) -> tuple[Tensor
         return _llama3(plain, scaling), 1.0
     if kind == "yarn":
         return _yarn(periods, spec)
-    if kind == "longrope":
-        return _longrope(periods, spec, length)
-    return plain, 1.0
+    return _longrope(periods, spec, length) if kind == "longrope" else (plain, 1.0)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -84,6 +84,7 @@ def test_tiles_begin_with_each_document():
     several, one = mask.starts.tolist()
     assert several == [0, 128, 256, 300, 301, 429, 557, *[558] * 551, 7]
     assert one == [0, 128, 256, 384, 512, *[558] * 553, 7]
+    assert Mask.documents(ids[None][:0]).bind(0, 558, 558, "cpu").starts.shape == (0, 559)
 
 
 def test_padding_of_narrow_document_ids():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longctx import plugins
 from longctx.attention import Mask
+from longctx.attention.description import AttentionConfig
 from longctx.config.asked import divisions, workload_of
 from longctx.config.fields import build
 from longctx.config.layout_config import ContextConfig, MemoryConfig
@@ -114,18 +115,22 @@ def test_layers_and_options_are_checked(message, values):
 
 
 def test_what_a_mixer_lacks_is_refused(monkeypatch):
-    config = TrainConfig(devices=2, model=small("short").config)
-    with pytest.raises(ValueError, match=r"mixer=short: context=2 .* divides 1"):
-        check_attention(replace(config, context=ContextConfig(2)), config.model, "cpu")
+    monkeypatch.setattr(MIXERS["short"], "needs", {"score"})
+    config = TrainConfig(devices=2, model=small("short").config, attention=AttentionConfig("naive"))
+    scored, two = AttentionConfig("naive", options={"score": "x"}), ContextConfig(2)
+    wrong: Any = {"flash: it has no score function; use": {"attention": AttentionConfig("flash")}}
+    wrong |= {"x: the mixer has its own": {"attention": scored, "devices": 1}}
+    for message, changes in (wrong | {": context=2 .* divides 1": {"context": two}}).items():
+        with pytest.raises(ValueError, match=rf"mixer=short.*{message}"):
+            check_attention(replace(config, **changes), config.model, "cpu")
     shared = replace(config, context=ContextConfig("auto"))
     assert {division.context for division in divisions(shared, config.model)} == {1}
     with pytest.raises(ValueError, match=r"model\.mixer="):
         write_config(config.model, 64)
     with pytest.raises(ValueError, match="graphs=true: mixers"):
         workload_of(replace(config, devices=1, graphs="true"), "cuda", 64).check_graphs()
-    ids = packed()[0]
     with pytest.raises(ValueError, match=r"model\.mixer takes"):
-        small("short")(ids, mask=Mask.full())
+        small("short")(packed()[0], mask=Mask.full())
     monkeypatch.setattr(MIXERS["short"], "exact", ("tap",))
     with pytest.raises(ValueError, match=r"exact=\['tap'\]: its weights are inputs, taps, out"):
         small("short")
@@ -165,35 +170,31 @@ def test_forward_saves_what_the_cost_says():
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in others:
-            saved[storage.data_ptr()] = storage.nbytes()
+        saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     batch = Batch(Mask.causal().bind(1, tokens, tokens, "cpu"), 1)
     assert len(batch.positions) == 1  # made before, for all layers
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(*layer.project(x), batch)
-    assert sum(saved.values()) == pytest.approx(tokens * layer.part.cost(4).saved, rel=0.02)
+    assert sum(saved[x] for x in saved.keys() - others) == pytest.approx(tokens * layer.part.cost(4).saved, rel=0.02)
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
 def test_the_planner_counts_what_the_cost_says(recompute, monkeypatch):
     block, model = small("short").config.blocks[0], small("short").config
-    step = workload_of(TrainConfig(model=model, memory=MemoryConfig("fast")), "cuda", 64)
-    step = replace(step, memory=step.memory.filled("fast"))
+    config = TrainConfig(model=model, memory=MemoryConfig("fast").filled("fast"))
+    step = workload_of(config, "cuda", 64)
     through = step.pass_of(2, 64)._replace(recompute=recompute)
     found = []
     for cost in (Cost(), Cost(saved=100), Cost(backward=1000), Cost(flops=1e6)):
         monkeypatch.setattr(MIXERS["short"], "cost", lambda spec, e, cost=cost: cost)
         kept = sum(row.bytes for row in block_memory.kept(block, through))
         backward = block_memory.attention_backward(block, through)
-        chip = hardware.chip("NVIDIA H200")
-        seconds = step_time.mixer_seconds(step, chip)
+        seconds = step_time.mixer_seconds(step, hardware.chip("NVIDIA H200"))
         found.append((kept, backward, seconds, block.attention.flops(9)))
     (kept, backward, seconds, flops), *others = found
-    is_block = recompute == "block"
-    saved = kept + 100 * 128 * (not is_block), backward + 100 * 128 * is_block
-    expected = saved, (kept, backward + 128000), (kept, backward)
-    assert tuple(row[:2] for row in others) == expected
+    saved = kept + 12800 * (recompute == "none"), backward + 12800 * (recompute == "block")
+    assert tuple(row[:2] for row in others) == (saved, (kept, backward + 128000), (kept, backward))
     assert [row[2] > seconds for row in others] == [True, False, True]
     assert [row[3] - flops for row in others] == [0, 0, 3e6]

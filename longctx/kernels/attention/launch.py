@@ -83,8 +83,7 @@ def architecture(device: torch.device, itemsize: int) -> str:
 @functools.cache
 def table() -> dict[str, Table]:
     """Read launch.json, once."""
-    tables: dict[str, Table] = json.loads(Path(__file__).with_name("launch.json").read_text())
-    return tables
+    return dict(json.loads(Path(__file__).with_name("launch.json").read_text()))
 
 
 def measured_file() -> Path | None:
@@ -119,7 +118,8 @@ def tile_starts(first: Tensor) -> Tensor:
     i = torch.arange(first.shape[1], device=first.device)
     begins = (i - first) % DOCUMENT_TILE == 0
     starts = torch.where(begins, i, len(i)).sort(1).values
-    return torch.cat([starts, begins.sum(1).max().expand(len(first), 1)], 1).int()
+    most = begins.sum(1).max() if begins.numel() else begins.sum()
+    return torch.cat([starts, most.expand(len(first), 1)], 1).int()
 
 
 def padded(head_dim: int) -> str:

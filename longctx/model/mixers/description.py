@@ -47,7 +47,10 @@ def register(name: str, mixer: Any) -> None:
     taken = MIXERS.get(name) or (name in MIXERS and mixer.__module__ != f"{__package__}.{name}")
     not_one = f"model.mixer={name}: give a class that derives from Mixer"
     again = f"model.mixer={name} is already registered; choose another name"
+    needs = getattr(mixer, "needs", ())
+    unknown = f"model.mixer={name}: needs={needs}: give a set of key_bias, score or both"
     refuse((not hasattr(mixer, "branch"), not_one), (taken, again))
+    refuse(({*needs} - {"key_bias", "score"}, unknown))
     MIXERS[name] = mixer
 
 
@@ -247,7 +250,9 @@ def check(model: Any, chosen: AttentionConfig, device: str, degree: Any, method:
     heads, ranks = shared_heads(model), 1 if degree == "auto" else degree
     for part in of_model(model):
         setting, own = f"model.mixer={part.mixer}", chosen.of_window(part.window)
-        lack = own.description.lacks(frozenset(part.computed_by.needs))
+        needs, given = frozenset(part.computed_by.needs), chosen.variant
+        has_own = given and "score" in needs and f"{given}: the mixer has its own; leave it out"
+        lack = own.description.lacks(needs) or has_own
         reason, odd = part.computed_by.refusal(device), heads % ranks
         give = f"one that divides {heads}" if odd else "context.method=ulysses"
         wrong = ranks > 1 and (odd or method == "allgather")
