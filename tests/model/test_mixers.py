@@ -135,9 +135,8 @@ def test_what_a_mixer_lacks_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"exact=\['tap'\]: its weights are inputs, taps, out"):
         small("short")
     monkeypatch.setattr(MIXERS["short"], "exact", ())
-    answers = {"cost": lambda spec, e: Cost(spec.no_such), "weights": lambda spec: spec.no_such}
-    for question, given in answers.items():
-        monkeypatch.setattr(MIXERS["short"], question, given)
+    for question in ("cost", "weights"):
+        monkeypatch.setattr(MIXERS["short"], question, lambda spec, *e: spec.no_such)
         with pytest.raises(ValueError, match=rf"test_mixers\.py, line \d+: {question}: Attr"):
             small("short").config.block(0).attention.cost(2)
     monkeypatch.setattr(MIXERS["short"], "weights", lambda spec: {"out": 4})
@@ -169,15 +168,15 @@ def test_forward_saves_what_the_cost_says():
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     batch = Batch(Mask.causal().bind(1, tokens, tokens, "cpu"), 1)
     assert len(batch.positions) == 1  # made before, for all layers
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(*layer.project(x), batch)
-    assert sum(saved[x] for x in saved.keys() - others) == pytest.approx(tokens * layer.part.cost(4).saved, rel=0.02)
+    own = sum(saved[storage] for storage in saved.keys() - others)
+    assert own == pytest.approx(tokens * layer.part.cost(4).saved, rel=0.02)
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
