@@ -136,11 +136,11 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
 
 def settings(name: str, step: Workload) -> list[str]:
     """Return an entrant's keys of train.py; ValueError for an unknown name."""
+    choice = f"model.mixer=[{name}]" if name in MIXERS else f"attention.options.score={name}"
+    if name in SCORES or "score" in getattr(MIXERS.get(name), "needs", ()):
+        return [choice, "attention=flex" if step.device == "cuda" else "attention=naive"]
     if name in MIXERS:
-        return [f"model.mixer=[{name}]"]
-    if name in SCORES:
-        backend = "flex" if step.device == "cuda" else "naive"
-        return [f"attention={backend}", f"attention.options.score={name}"]
+        return [choice]
     if name not in SETTINGS:
         known = ", ".join([*MIXERS, *SETTINGS, *EXAMPLES])
         raise ValueError(f"mixers={name}: name the plugin that has it, or one of {known}")

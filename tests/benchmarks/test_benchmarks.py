@@ -289,18 +289,18 @@ def test_arena_refuses_a_model_before_the_others_train(tmp_path, refused, monkey
 
 @pytest.mark.slow  # runs, readings, checks and steps, each in a process of its own
 def test_arena_writes_a_page_of_mixers_and_plugins(tmp_path, monkeypatch, capsys, refused):
-    for code in blocks("extend.md", "python")[:2]:
+    for code in blocks("extend.md", "python")[:4]:
         (tmp_path / code.split()[1]).write_text(code)
     monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    names, files = ["short", "alibi"], "plugins=[my_mixer.py,my_scores.py]"
+    names, files = ["slopes", "alibi"], "plugins=[my_slopes.py,my_scores.py]"
     words = ["arena", f"mixers={','.join(names)}", "tokens=256", "lengths=64", files, *TINY[:-2]]
     words += ["passkeys=256", "data.vocab_size=300", "data.documents=20", "seq_len=64"]
     words += ["batch_size=1", "accumulate=1", "val_rows=2", "compile=false", "device=cpu"]
     assert main(words) == 0
-    del MIXERS["short"], SCORES["alibi"], SCORES["first_and_last"]
+    del MIXERS["slopes"], SCORES["alibi"], SCORES["first_and_last"]
     # Or the files would not register them again for another test
-    for name in [name for name in sys.modules if name.startswith(("my_mixer_", "my_scores_"))]:
+    for name in [name for name in sys.modules if name.startswith(("my_slopes_", "my_scores_"))]:
         del sys.modules[name]
     page = json.loads((tmp_path / "runs/arena/page.json").read_text())
     assert [row["mixer"] for row in page["rows"]] == names
@@ -308,6 +308,6 @@ def test_arena_writes_a_page_of_mixers_and_plugins(tmp_path, monkeypatch, capsys
     assert all(set(row["losses"]) >= {"1", "32"} for row in page["rows"])
     assert all(row["tokens/s of steps"]["64"] > 0 for row in page["rows"])
     assert all(len(row[arena.KEYS_FOUND]["256"]) == 5 for row in page["rows"]), page["rows"]
-    assert [Path(name).name for name in page["check"]] == ["my_mixer.py", "my_scores.py"]
+    assert [Path(name).name for name in page["check"]] == ["my_slopes.py", "my_scores.py"]
     text = (tmp_path / "runs/arena/page.md").read_text()
     assert "| alibi |" in text and (tmp_path / "runs/arena/page.png").is_file()
