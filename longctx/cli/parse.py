@@ -60,7 +60,7 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
     choices = presets.chosen(schema, given)
     # A model is no key with choices of its own
     if (model := choices.get("model", "auto")) not in (names := presets.names("model")):
-        advice = fields.closest(str(model), names) or f"; weights bring theirs: give init={model}"
+        advice = fields.closest(str(model), names) or "; weights bring theirs: give init=OWNER/NAME"
         raise ValueError(f"model={shown(model)}: not one of {', '.join(names)}{advice}")
     values: dict[str, Any] = {group: presets.read(group, name) for group, name in choices.items()}
     assign(values, {name: value for name, value in given.items() if name not in choices})

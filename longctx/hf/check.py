@@ -346,7 +346,7 @@ def check(name: str) -> int:
             print(next(name for name in own if name not in ("none", SOFTMAX)))
         for title, each in CHECKS.items():
             status, found = shared if each is devices else outcome(trial, each)
-            print(f"{status:<7} {title:<32} {'the same' if found == last else found}", flush=True)
+            print(f"{status:<7} {title:<32} {'as above' if found == last else found}", flush=True)
             if status == "FAILED":
                 failed, last = 1, found
     return failed

@@ -168,7 +168,7 @@ def test_a_wrong_shape_and_a_wrong_cost_are_said(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert "return (2, 192, 32); give the input's (2, 192, 64)" in lines[1]
     # The error of the line above is not written again
-    assert lines[6].startswith("FAILED  recomputation") and lines[6].endswith("the same")
+    assert lines[6].startswith("FAILED  recomputation") and lines[6].endswith("as above")
     assert lines[-1].startswith("FAILED  memory") and "below 0" in lines[-1]
 
 
