@@ -43,7 +43,7 @@ class MemoryConfig(Group):
         matrices are in pinned host memory, and arrive while the block before computes
     loss_chunk: tokens whose logits exist at one time; null: up to 16,384, on a CPU 1,024
     optimizer_state: AdamW's moments or Muon's momentum: fp32 | bf16 | host: fp32 in pinned memory
-    recompute_share: of the blocks, the first ones, which recompute=block means; others save all
+    recompute_share: with recompute=block: share of blocks, the first ones; the others save all
     """
 
     prefix = "memory."
@@ -62,7 +62,7 @@ class MemoryConfig(Group):
     def problems(self) -> Iterator[str]:
         """Yield a message if no policy allows the other keys."""
         if not self.policies():
-            yield self.contradiction("fast" if self.policy == "auto" else self.policy)
+            yield self.contradiction("balanced" if self.policy == "auto" else self.policy)
 
     def __str__(self) -> str:
         """Return the policy and the given values that differ from it, as words after memory=."""

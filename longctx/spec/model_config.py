@@ -266,11 +266,12 @@ class GPTConfig(mixers.MixerKeys):
             yield f"model.activation={self.activation}: give model.mlp_gate=false, or gelu_tanh"
         # They would be ignored in layers with experts
         clamp = experts.clamp and not (self.mlp_gate and self.activation == "silu")
-        ignored = {"mlp_bias": self.mlp_bias, "experts.clamp": clamp}
+        beside = experts.beside and (experts.shared_gate or self.norm_form == "layer")
+        ignored = {"mlp_bias": self.mlp_bias, "experts.clamp": clamp, "experts.beside": beside}
         for name in [x for x, is_given in ignored.items() if experts.count and is_given]:
-            value = str(attrgetter(name)(self)).lower()
-            rule = "experts have experts.biased, and a clamp only of silu with a gate"
-            yield f"model.{name}={value}: {rule}; leave it out"
+            given = f"model.{name}={attrgetter(name)(self)}".lower()
+            rule = "experts have experts.biased, a clamp only of silu with a gate, and beside"
+            yield f"{given}: {rule} an MLP norm_form=rms and no shared_gate; leave it out"
         if growth and (len(growth) != 2 or min(growth) <= 0):
             yield f"model.query_growth={growth}: two numbers above 0, [beta,n], or []"
         yield from super().problems()
