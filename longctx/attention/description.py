@@ -23,7 +23,7 @@ SCORED = {"score": SCORES}
 # Kernel, with `_on_ampere` for its rates there → head size → shares of the chip's peak
 RATES = tomllib.loads(Path(__file__).with_name("rates.toml").read_text(encoding="utf-8"))
 ALL = ("out", "dq", "dk", "dv")
-# What a backend lacks without a part of `Scores`, or `score`, if not that itself
+# Part of `Scores`, or score → what a backend without it lacks, if named otherwise
 WORDS = {"sinks": "gradient of its lse, with which sinks are trained", "score": "score function"}
 
 

@@ -125,7 +125,7 @@ class _Step:
             - (costs.output if layer in self.attends_again else 0.0)
             for layer, costs in enumerate(self.costs)
         ]
-        # Bytes that the first 0, 1, ... blocks save on the GPU; the host has those of the first
+        # Bytes on the GPU of the first 0, 1, ... blocks; the first of all keep theirs on the host
         self.away = round((self.memory.offload or 0.0) * self.L)
         self.reads_host = self.through.in_groups and bool(self.memory.offload)
         here = [0.0] * self.away + self.saved_by_block[self.away :]
