@@ -139,7 +139,7 @@ def adapted_model(
     to another model.
     """
     added, settings = lora_of(checkpoint), checkpoint["longctx"]["config"]
-    own = checked_skeleton(path, checkpoint, config, "naive", added)
+    own = checked_skeleton(path, checkpoint, config, added)
     rows = checkpoint["state_dict"].items()
     weights = {name.removeprefix("model."): weight for name, weight in rows}
     before = Path(str(settings.get("init")))

@@ -40,7 +40,6 @@ class Attending(Mixer, SelfAttention):
         return int(spec.model.kv_heads)
 
     # Those of attention: Mixer comes first, and has others
-    reads_input = SelfAttention.reads_input
     project: Any = SelfAttention.project
     branch = SelfAttention.branch
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from longctx.kernels import HAS_TRITON, linear
 from longctx.model.gpt import GPT
-from longctx.model.layers import Linear, fused
+from longctx.model.layers import FLOATS, Linear, fused
 from longctx.model.lora import LoraLinear
 
 if HAS_TRITON:
@@ -52,7 +52,7 @@ def quantized(
     """Return the requested copies of x (R, C) in `dtype`, by x's own scale if none is given."""
     # On a GPU one kernel of ours makes both
     x = x.contiguous()
-    if fused(x) or (x.is_cuda and HAS_TRITON):  # fp32 weights too
+    if fused(x, FLOATS):
         return Quantized(*quantize.quantize(x, scale, dtype, rows, columns))
     largest = torch.finfo(dtype).max
     if scale is None:

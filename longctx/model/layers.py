@@ -11,7 +11,7 @@ Shapes: B rows, T tokens, C channels, H query heads, Hkv key-value heads, D chan
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -30,11 +30,15 @@ if HAS_TRITON:
     from longctx.kernels import rms_norm, rotary, swiglu
 
 
-def fused(x: Tensor) -> bool:
-    """Return True if our kernels serve x: 16 bits on a GPU, in Triton's interpreter not fp64."""
+HALVES = torch.bfloat16, torch.float16
+FLOATS = *HALVES, torch.float32
+
+
+def fused(x: Tensor, dtypes: Collection[torch.dtype] = HALVES) -> bool:
+    """Return True if our kernels serve x: `dtypes` on a GPU, in Triton's interpreter not fp64."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return x.dtype != torch.float64
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and HAS_TRITON
+    return x.is_cuda and x.dtype in dtypes and HAS_TRITON
 
 
 class Linear(nn.Linear):
@@ -139,6 +143,8 @@ def optional(part: parts.Part | None) -> nn.Module:
 class SelfAttention(nn.Module):
     """Grouped-query attention by the chosen backend, with rotary positions if `part.rotates`."""
 
+    reads_input = False  # True if `branch` takes attention's input
+
     def __init__(self, part: parts.AttentionSpec, backend: AttentionConfig) -> None:
         super().__init__()
         model = part.model
@@ -152,6 +158,7 @@ class SelfAttention(nn.Module):
         self.q_norm, self.k_norm = norms or [nn.Identity(), nn.Identity()]
         self.qk_normed = "" if not norms else "after" if model.qk_norm_after_rope else "before"
         self.scale, self.softcap = model.attention_scale, model.softcap
+        self.reads_input |= self.gate is not None
         self.sinks = nn.Parameter(torch.zeros(model.heads)) if model.sinks else None
 
     @property
@@ -180,11 +187,6 @@ class SelfAttention(nn.Module):
         if self.qk_normed == "after":
             q, k = normed_heads(q, self.q_norm), normed_heads(k, self.k_norm)
         return q if growth is None else (q * growth).to(q.dtype), k, v
-
-    @property
-    def reads_input(self) -> bool:
-        """Return True if `branch` takes attention's input."""
-        return self.gate is not None
 
     def branch(self, out: Tensor, x: Tensor | None) -> Tensor:
         """Return what attention's output (B, T, H, D) adds to the residual stream; a gate is made

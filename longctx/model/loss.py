@@ -27,7 +27,6 @@ Shapes: N tokens, C channels, V tokens in the vocabulary.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,6 +37,7 @@ from torch import Tensor
 
 from longctx.config.layout_config import tile_size
 from longctx.kernels import HAS_TRITON
+from longctx.model.layers import FLOATS, fused
 
 if HAS_TRITON:
     from longctx.kernels import cross_entropy
@@ -162,7 +162,7 @@ def _refuse_second_derivatives() -> None:
 
 def _times(x: Tensor, by: Tensor) -> Tensor:
     """x times a scalar, in place."""
-    return cross_entropy.multiply_(x, by) if fused(x.device, x.dtype) else x.mul_(by)
+    return cross_entropy.multiply_(x, by) if fused(x, FLOATS) else x.mul_(by)
 
 
 def shaped(z: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -174,12 +174,6 @@ def shaped(z: Tensor, scale: float, softcap: float | None) -> Tensor:
     z = z.div_(softcap).tanh_()
     # The gradient of tanh needs its value
     return z * softcap if torch.is_grad_enabled() else z.mul_(softcap)
-
-
-def fused(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if the kernel serves such logits: on a GPU, or in Triton's interpreter."""
-    on = device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
-    return on and dtype != torch.float64 and HAS_TRITON
 
 
 def _in_chunks(
@@ -204,7 +198,7 @@ def _in_chunks(
     scale = torch.ones((), dtype=wide, device=device) if scale is None else scale
     # dz is that of scaled logits, so dh and dW have the factor once more
     by = (scale if logits.scale == 1 else scale * logits.scale) if any(needs) else None
-    is_fused, size = fused(device, dtype), tile_size(len(targets), logits.chunk)
+    is_fused, size = fused(hidden, FLOATS), tile_size(len(targets), logits.chunk)
     entropy = cross_entropy.cross_entropy_ if is_fused else cross_entropy_
     # With gradients the kernel's logits are rounded; all chunks share their memory
     shared = hidden.new_empty(size, len(weight), dtype=dtype) if is_fused and any(needs) else None

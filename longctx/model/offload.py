@@ -170,25 +170,6 @@ def allocate(model: Any, share: float, device: torch.device) -> None:
         blocks[n].away.following, following = following, blocks[n].away
 
 
-def arriving(parts: Iterable[tuple[Tensor, ...]], device: torch.device) -> Iterator[list[Tensor]]:
-    """Yield the tensors of each of `parts` on `device`; those of the next part arrive meanwhile."""
-
-    def begun(sources: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Away]:
-        away = Away({n: x for n, x in enumerate(sources) if x.device.type != device.type}, device)
-        away.prefetch()
-        return sources, away
-
-    coming = map(begun, parts)
-    following = next(coming, None)
-    while following is not None:
-        sources, away = following
-        tensors = list(map(away.tensors().get, range(len(sources)), sources))
-        del away
-        following = next(coming, None)
-        yield tensors
-        del tensors  # the part after the next takes their memory
-
-
 def _copy(
     sources: Iterable[Tensor], targets: Iterable[Tensor], device: torch.device
 ) -> torch.cuda.Event | None:

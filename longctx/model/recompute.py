@@ -34,7 +34,7 @@ from longctx.attention import Mask
 from longctx.config.layout_config import MemoryConfig, tile_size
 from longctx.model.experts import balancing, running
 from longctx.model.mixer import Mixer, widened
-from longctx.model.offload import HostBuffers, SavedTensors, arriving, present
+from longctx.model.offload import Away, HostBuffers, SavedTensors, present
 from longctx.model.rope import Angles
 
 Tokens = tuple[Tensor, ...]  # each (1, B·T, ...): the tokens of all rows, one after another
@@ -414,10 +414,23 @@ def _arriving_tiles(
     # Of one size but for the last: compiled code depends on it
     tokens = inputs[0].shape[1]
     size = tile_size(tokens, tile or tokens)
-    tiles = [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
-    coming = arriving((tuple(x[:, at] for x in inputs) for at in tiles), device)
-    for at in tiles:  # a zip would hold the tile before
-        yield at, next(coming)
+
+    def begun(start: int) -> tuple[slice, list[Tensor], Away]:
+        at = slice(start, min(start + size, tokens))
+        sources = [x[:, at] for x in inputs]
+        away = Away({n: x for n, x in enumerate(sources) if x.device.type != device.type}, device)
+        away.prefetch()
+        return at, sources, away
+
+    coming = map(begun, range(0, tokens, size))
+    following = next(coming, None)
+    while following is not None:
+        at, sources, away = following
+        tensors = list(map(away.tensors().get, range(len(sources)), sources))
+        del away
+        following = next(coming, None)
+        yield at, tensors
+        del tensors  # the tile after the next takes their memory
 
 
 def _placed(whole: Tensor | None, part: Tensor, dim: int, heads: slice, count: int) -> Tensor:

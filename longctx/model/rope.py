@@ -33,11 +33,8 @@ class Rope(nn.Module):
         self.spec = spec
         # (D/2,), no buffer: a model cast to bf16 keeps it in fp32
         self.frequencies, self.attention_factor = frequencies(spec)
-
-    @property
-    def follows_length(self) -> bool:
-        """Return True if the frequencies depend on the length of the document."""
-        return self.spec.scaling.get("rope_type") in ("dynamic", "longrope")
+        # These frequencies depend on the length of the document
+        self.follows_length = spec.scaling.get("rope_type") in ("dynamic", "longrope")
 
     def of_documents(self, lengths: Sequence[int], longest: int) -> tuple[Tensor, Tensor]:
         """Return frequencies (n, D/2) fp32, and the number of each token's own, (tokens,) int64, in

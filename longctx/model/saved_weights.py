@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.attention.description import AttentionConfig
 from longctx.model import lora
 from longctx.model.gpt import GPT, build
 from longctx.model.packed import is_packed
@@ -18,11 +17,7 @@ from longctx.spec.model_config import GPTConfig, LoraConfig
 
 
 def checked_skeleton(
-    path: Path,
-    checkpoint: dict[str, Any],
-    config: GPTConfig,
-    backend: AttentionConfig | str,
-    added: LoraConfig,
+    path: Path, checkpoint: dict[str, Any], config: GPTConfig, added: LoraConfig
 ) -> GPT:
     """Return the model of `config` with LoRA's additions, without memory for its weights; raise
     ValueError unless the checkpoint at `path` has its weights.
@@ -30,7 +25,7 @@ def checked_skeleton(
     Names, shapes, dtypes and layout in the file are compared; no weight is read.
     """
     with torch.device("meta"):
-        model = build(config, backend)
+        model = build(config, "naive")
         model = model if added.rank is None else lora.add(model, added)
     weights = checkpoint["state_dict"]
     mine = {f"model.{name}": x for name, x in model.named_parameters()}
@@ -63,7 +58,7 @@ def copy_weights(
     they are not those of this model.
     """
     config = lora_of(checkpoint)
-    checked_skeleton(path, checkpoint, model.config, "naive", config)
+    checked_skeleton(path, checkpoint, model.config, config)
     weights = {name.removeprefix("model."): x for name, x in checkpoint["state_dict"].items()}
     for name, x in model.named_parameters():
         if name in weights and not name.endswith(lora.ADDED):

@@ -33,7 +33,7 @@ def continued(run: Run) -> Run:
         run_folder.check_unedited(folder, about["config"], run.saved)
         # The tensors, before anything computes with them
         workload = run.workload
-        shape = (workload.model, workload.attention, workload.lora)
+        shape = workload.model, workload.lora
         model = saved_weights.checked_skeleton(path, checkpoint, *shape)
         optimizer = optimizers.build(model, run)
         trained = [weight for group in optimizer.param_groups for weight in group["params"]]
