@@ -128,9 +128,7 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        """Logits (rows, V) after one more token of each row, (rows,) int64; the next call may
-        overwrite them.
-        """
+        """Return logits (rows, V) after `tokens` (rows,), int64; the next call overwrites them."""
         if not self.decodes:
             new = tokens.tolist()
             return self.prefill([[*text, x] for text, x in zip(self.texts, new, strict=True)])

@@ -213,12 +213,14 @@ class _Stack(NamedTuple):
     def gradients(
         self, x: Tensor, dy: Tensor, low_gradient: Tensor | None, expert: Tensor, weights: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of A and B, if there is LoRA, else of the weight and the bias, which
-        is added `weights` times.
-        """
+        """Return gradients of A and B with LoRA, else of weight and bias, added `weights` times."""
         if low_gradient is None:
-            bias = None if self.bias is None else _sums(dy, expert, weights, self.bias)
-            return grouped_outer(dy, x, self.ends, self.weight.dtype), bias, None, None
+            dbias = None
+            if self.bias is not None:
+                # As a product the rows are added up in a fixed order
+                own = weights * (expert[:, None] == torch.arange(len(self.ends), device=dy.device))
+                dbias = (own.to(dy.dtype).t() @ dy).flatten().to(self.bias.dtype)
+            return grouped_outer(dy, x, self.ends, self.weight.dtype), dbias, None, None
         pairs = (low_gradient, x), (dy, self.low(x))
         dtype = self.lora_a.dtype
         return None, None, *(grouped_outer(*pair, self.ends, dtype) for pair in pairs)
@@ -297,14 +299,6 @@ def _stacks(layers: Any, scales: tuple[float, float], ends: Tensor) -> Iterator[
         yield _Stack._make((*layers[first : first + 4], scale, ends))
 
 
-def _sums(rows: Tensor, expert: Tensor, weights: Tensor, bias: Tensor) -> Tensor:
-    """Return sums of each expert's `rows` (M, I) times `weights` (M, 1): a gradient of `bias`."""
-    # As a product they are added up in a fixed order
-    count = bias.numel() // rows.shape[1]
-    weighted = weights * (expert[:, None] == torch.arange(count, device=rows.device))
-    return (weighted.to(rows.dtype).t() @ rows).flatten().to(bias.dtype)
-
-
 class Balance:
     """The loss that balances experts, of one forward pass over all its layers and tokens.
 
@@ -338,9 +332,7 @@ class Balance:
         self.rows += len(chances)
 
     def join(self, loss: Tensor, scale: Tensor | float, ranks: Ranks) -> None:
-        """Let backward of `loss` have the gradient of this loss times `scale` too; `ranks` share
-        the sequences.
-        """
+        """Add this loss's gradient times `scale` in backward of `loss`; `ranks` share sequences."""
         self.layers_run = True
         assert self.sums is not None
         if ranks.count > 1:

@@ -76,13 +76,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        gated: str,
-        trains: bool,
-        with_output: bool,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Any, gated: str, trains: bool, with_output: bool
     ) -> Tensor:
         x8 = w8 = None
         if with_output:

@@ -141,9 +141,7 @@ class GPT(nn.Module):
                 weight.data = weight.data.to(dtype)
 
     def linears(self) -> Iterator[tuple[Any, str, str, bool]]:
-        """Yield block, path in it, and target of LoRA of every linear layer; and True if lora.base
-        packs its weight.
-        """
+        """Yield block, path, target of LoRA, True if lora.base packs it, for each linear layer."""
         for block, parts in zip(self.blocks, self.config.blocks, strict=True):
             for path, linear in parts.linears.items():
                 yield block, path, path.rpartition(".")[2], linear.packs

@@ -189,9 +189,7 @@ class SelfAttention(nn.Module):
         return q if growth is None else (q * growth).to(q.dtype), k, v
 
     def branch(self, out: Tensor, x: Tensor | None) -> Tensor:
-        """Return what attention's output (B, T, H, D) adds to the residual stream; a gate is made
-        of attention's input x.
-        """
+        """Return what the output (B, T, H, D) adds to the stream; a gate is made of the input x."""
         if self.gate is not None:
             assert x is not None
             gate = torch.sigmoid(self.gate(x)).unflatten(-1, (self.heads, -1))
@@ -216,10 +214,7 @@ class MLP(nn.Module):
         self.activation, self.has_gate = part.activation, part.has_gate
 
     def forward(self, x: Tensor, needs_value: bool = True) -> Tensor:
-        """Of x (B, T, C); without `needs_value` the result may be 0, and its gradients are right.
-
-        A recomputation in backward wants the gradients alone.
-        """
+        """Of x (B, T, C); without `needs_value` it may be 0, and its gradients are right."""
         gate_up, down = self.gate_up(x), self.down
         activate = ACTIVATIONS[self.activation]
         if not self.has_gate:

@@ -52,6 +52,7 @@ class Logits(NamedTuple):
     scale: float
     softcap: float | None
     dtype: torch.dtype  # of the products
+    z_loss: ZLoss | None = None  # of gradients alone
 
 
 @dataclass
@@ -97,26 +98,20 @@ def linear_cross_entropy(
     if reduction == "mean":
         scale = scale / (wanted != IGNORED).sum().clamp(min=1)
     if torch.is_grad_enabled():
-        return _SummedLoss.apply(flat, weight, wanted, scale, logits, z_loss)
+        return _SummedLoss.apply(flat, weight, wanted, scale, logits._replace(z_loss=z_loss))
     return _in_chunks(flat, weight, wanted, logits)[0].sum() * scale
 
 
 class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        scale: Tensor,
-        logits: Logits,
-        z_loss: ZLoss | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, logits: Logits
     ) -> Tensor:
         # A GradScaler multiplies in backward. Before, fp16 would round a mean's gradients to 0
         is_late = logits.dtype == torch.float16
         early, ctx.late = (None, scale) if is_late else (scale, None)
         needs = ctx.needs_input_grad[:2]
-        losses, *ctx.gradients = _in_chunks(hidden, weight, targets, logits, needs, early, z_loss)
+        losses, *ctx.gradients = _in_chunks(hidden, weight, targets, logits, needs, early)
         ctx.dtypes = hidden.dtype, weight.dtype
         return losses.sum() * scale
 
@@ -128,7 +123,7 @@ class _SummedLoss(torch.autograd.Function):
         grad = grad if ctx.late is None else grad * ctx.late
         dh = None if dh is None else _times(dh.to(ctx.dtypes[0]), grad)
         dw = None if dw is None else _times(dw, grad).to(ctx.dtypes[1])
-        return dh, dw, None, None, None, None
+        return dh, dw, None, None, None
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -161,7 +156,6 @@ def _refuse_second_derivatives() -> None:
 
 
 def _times(x: Tensor, by: Tensor) -> Tensor:
-    """x times a scalar, in place."""
     return cross_entropy.multiply_(x, by) if fused(x, FLOATS) else x.mul_(by)
 
 
@@ -183,13 +177,12 @@ def _in_chunks(
     logits: Logits,
     needs: Sequence[bool] = (False, False),
     scale: Tensor | None = None,
-    z_loss: ZLoss | None = None,
     grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the loss (N,) of each token, and dh (N, C) and dw (V, C) if it `needs` them: gradients
-    of `scale` · the sum of losses and `z_loss`, each times its `grad` (N,).
+    of `scale` · the sum of losses and the z-loss, each times its `grad` (N,).
     """
-    dtype, device = logits.dtype, hidden.device
+    dtype, device, z_loss = logits.dtype, hidden.device, logits.z_loss
     wide, weight = torch.promote_types(dtype, torch.float32), weight.to(dtype)
     dh = torch.empty_like(hidden, dtype=dtype) if needs[0] else None
     dw = torch.zeros_like(weight, dtype=wide) if needs[1] else None

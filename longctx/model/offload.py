@@ -62,7 +62,6 @@ def copying_stream(device: torch.device) -> torch.cuda.Stream:
 
 @functools.cache
 def print_once(line: str) -> None:
-    """Print `line` on stderr, the first time."""
     print(line, file=sys.stderr, flush=True)
 
 

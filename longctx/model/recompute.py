@@ -48,9 +48,7 @@ def checkpointed_blocks(
     memory: MemoryConfig,
 ) -> Tensor:
     """Return x (B, T, C) after `blocks`, each with its angles and mask: memory.recompute=block."""
-    # Layers share their angles, and so the views of them
-    flat = {id(pair): _flat(pair) for pair in angles}
-    tape = _Tape(blocks, x.shape, [flat[id(pair)] for pair in angles], masks, memory, x.device)
+    tape = _Tape(blocks, x.shape, angles, masks, memory, x.device)
     x = x.reshape(1, -1, x.shape[-1])
     for i, block in enumerate(blocks):
         x = block.calling(lambda own, x, i: _Block.apply(x, tape, i, *_trained(own)), x, i)
@@ -61,14 +59,9 @@ def forward_in_tiles(
     block: Any, x: Tensor, angles: Angles, mask: Mask, memory: MemoryConfig
 ) -> Tensor:
     """block(x, angles, mask) without gradients; outside attention, a tile at a time."""
-    tape = _Tape([block], x.shape, [_flat(angles)], [mask], memory, x.device)
+    tape = _Tape([block], x.shape, [angles], [mask], memory, x.device)
     flat = x.reshape(1, -1, x.shape[-1])
     return tape.after(0, flat, tape.attend(0, flat)[0]).view(x.shape)
-
-
-def _flat(angles: Angles) -> Angles:
-    """Return the angles of all tokens as one sequence, (1, B·T, 1, D/2)."""
-    return tuple(x.flatten(0, 1)[None] for x in angles)
 
 
 @dataclass
@@ -77,7 +70,7 @@ class _Tape:
 
     blocks: Sequence[Any]
     shape: torch.Size  # B, T, C
-    angles: Sequence[Angles]  # of each block, (1, B·T, 1, D/2)
+    angles: Sequence[Angles]  # of each block, (B, T, 1, D/2)
     masks: Sequence[Mask]
     memory: MemoryConfig
     device: torch.device
@@ -89,6 +82,9 @@ class _Tape:
     def __post_init__(self) -> None:
         self.tile, self.every = self.memory.mlp_tile or 0, self.memory.keep_every or 1  # 0: all
         self.surroundings = _surroundings(self.device.type)
+        # (1, B·T, 1, D/2); layers share their angles, and so the views of them
+        flat = {id(own): tuple(x.flatten(0, 1)[None] for x in own) for own in self.angles}
+        self.angles = [flat[id(own)] for own in self.angles]
         # Short windows cost least
         order = sorted(range(len(self.masks)), key=lambda i: self.masks[i].window or math.inf)
         self.attends_again = order[: round((self.memory.attention_again or 0.0) * len(order))]
@@ -146,9 +142,7 @@ class _Tape:
         return x.view(*self.shape[:2], *x.shape[2:])
 
     def save(self, i: int, x: Tensor, out: Tensor, lse: Tensor | None) -> None:
-        """Save attention's output of block i, unless it is made again, and, of every keep_every-th
-        block, its input x.
-        """
+        """Save attention's output of block i, unless made again, and each keep_every-th input x."""
         tensors = {} if i in self.attends_again else self.results(i, out, lse)
         if i % self.every == 0:
             tensors["x"] = x
@@ -235,7 +229,7 @@ def _block_backward(tape: _Tape, i: int, x: Tensor, dy: Tensor, sums: _Sums) -> 
     """dx of block i, from its input x; its weights' gradients go into `sums`."""
     # In tiles dx takes the memory of dy, which the block above made and nobody else reads
     block, saved = tape.blocks[i], tape.output(i, x)
-    out, lse = saved["out"], saved.get("lse")
+    out = saved["out"]
     one_tile = x.shape[1] <= (tape.tile or x.shape[1]) and not tape.memory.heads_at_once
 
     # after: dx along the residual stream, and do of attention's output
@@ -255,9 +249,8 @@ def _block_backward(tape: _Tape, i: int, x: Tensor, dy: Tensor, sums: _Sums) -> 
             qkv = in_tiles(block.before, tape.tile, (x, *tape.angles[i]), tape.device)
         dqkv = _mixer_backward(tape, i, do, qkv, sums)
     else:
-        own = qkv if one_tile else None
-        dqkv = _attention_backward(tape, i, x, do, (out, lse), own, sums)
-    del do, out, lse, saved, into
+        dqkv = _attention_backward(tape, i, x, do, saved, qkv if one_tile else None, sums)
+    del do, out, saved, into
 
     # before
     if one_tile:
@@ -270,18 +263,12 @@ def _block_backward(tape: _Tape, i: int, x: Tensor, dy: Tensor, sums: _Sums) -> 
 
 
 def _attention_backward(
-    tape: _Tape,
-    i: int,
-    x: Tensor,
-    do: Tensor,
-    results: tuple[Tensor, Tensor | None],
-    qkv: Tokens | None,
-    sums: _Sums,
+    tape: _Tape, i: int, x: Tensor, do: Tensor, saved: dict[str, Tensor], qkv: Any, sums: _Sums
 ) -> Tokens:
-    """Return dq, dk and dv of block i from its attention's `results`; without `qkv` they are made
+    """Return dq, dk and dv of block i from its `saved` output and lse; without `qkv` they are made
     again by group of heads.
     """
-    attention, (out, lse) = tape.blocks[i].attention, results
+    attention, out, lse = tape.blocks[i].attention, saved["out"], saved.get("lse")
     scores = attention.scores
     dqkv: Tokens = do, None, None  # type: ignore[assignment]  # of groups dq takes do's memory
     dsinks = None if scores.sinks is None else torch.zeros_like(scores.sinks)
@@ -391,9 +378,7 @@ class _Sums:
 
 
 def _surroundings(device: str) -> Callable[[], AbstractContextManager[None]]:
-    """Return a context with the autocast and balance of experts of this forward pass: backward
-    runs parts of it again.
-    """
+    """Return a context with autocast and balance of this forward pass, for parts that run again."""
     dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
     balance = running()
 

@@ -127,9 +127,7 @@ def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(periods: Tensor, spec: parts.RopeSpec) -> tuple[Tensor, float]:
-    """Frequencies with many rotations in the original length as they are, those with few divided by
-    the factor.
-    """
+    """Divide frequencies with few rotations in the original length by the factor, keep others."""
     scaling = spec.scaling
     old, stated = scaling[ORIGINAL], scaling.get("factor")
     factor: float = (spec.context or old) / old if stated is None else stated

@@ -44,7 +44,6 @@ def checked_skeleton(
 
 
 def lora_of(checkpoint: dict[str, Any]) -> LoraConfig:
-    """Return the LoRA that a checkpoint was trained with."""
     return LoraConfig(**checkpoint["longctx"]["config"].get("lora", {}))
 
 

@@ -69,7 +69,6 @@ class MixerSpec(AttentionSpec):
 
     @property
     def computed_by(self) -> Any:
-        """Return the class."""
         return class_of(self.mixer)
 
     def build(self, *arguments: Any) -> Any:
@@ -262,9 +261,7 @@ def check(model: Any, chosen: AttentionConfig, device: str, degree: Any, method:
 
 
 def check_windows(model: Any, backend: str | None) -> None:
-    """Raise ValueError if no layer of `model` has a window, for which attention.window names a
-    `backend`.
-    """
+    """Raise ValueError if attention.window names a `backend`, and no layer of `model` has one."""
     lacks = "model.window=null" if model.has_kernels else "transformers computes the model"
     if backend and (model.window is None or not model.has_kernels):
         raise ValueError(f"attention.window={backend}: {lacks}; give one backend for all layers")
