@@ -128,7 +128,7 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        """Return logits (rows, V) after `tokens` (rows,), int64; the next call overwrites them."""
+        """Return logits (rows, V) after `tokens` (rows,); the next call may overwrite them."""
         if not self.decodes:
             new = tokens.tolist()
             return self.prefill([[*text, x] for text, x in zip(self.texts, new, strict=True)])
@@ -196,7 +196,6 @@ class Decoder:
 
 
 def decoder_of(model: GPT, rows: int, length: int, graphs: bool | None = None) -> Decoder:
-    """Return the decoder of `model`; see `Decoder`."""
     return (model.decoder or Decoder)(model, rows, length, graphs)
 
 

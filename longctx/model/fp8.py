@@ -120,10 +120,7 @@ class _Product(torch.autograd.Function):
 
 
 class Product(nn.Module):
-    """A layer's product in FP8, instead of `longctx.kernels.linear`.
-
-    It has no weights and no buffers, so a model's names stay as they are.
-    """
+    """A layer's product in FP8. It has no weights and no buffers, so names stay as they are."""
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Any, with_output: bool = True, gated: str = ""

@@ -236,9 +236,7 @@ class GPT(nn.Module):
     def angles(
         self, mask: Mask, shards: Shards, shape: tuple[int, int], device: torch.device
     ) -> list[Angles]:
-        """Return each layer's angles of this rank's tokens (B, n), of sequences of `shape` (B, T)
-        and padding under the bound `mask`.
-        """
+        """Return each layer's angles of this rank's tokens (B, n), of sequences `shape` (B, T)."""
         (B, T), N = shape, shards.length
         positions = shards.local(mask.positions(B, N, device))
 

@@ -53,7 +53,6 @@ class Linear(nn.Linear):
 
     @classmethod
     def like(cls, other: Any, product: Any = linear) -> Self:
-        """Return a layer that has the weights of `other`."""
         layer = cls(other.in_features, other.out_features, bias=False, device="meta")
         layer.weight, layer.bias, layer.product = other.weight, other.bias, product
         layer.experts = getattr(other, "experts", 1)  # of transformers' layers one

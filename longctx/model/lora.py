@@ -101,9 +101,8 @@ def off(model: GPT) -> Iterator[None]:
 
 @torch.no_grad()
 def merge(model: GPT) -> GPT:
-    """Add every trained product to the weight beside it: `model` is a plain, trainable GPT then.
-
-    Packed weights are unpacked, to the dtype of the embedding.
+    """Add every trained product to the weight beside it, unpacked to the embedding's dtype: `model`
+    is a plain, trainable GPT then.
     """
     for name, layer in list(model.named_modules()):
         weights = {f"{name}.{own}": x for own, x in layer.named_parameters(recurse=False)}

@@ -45,7 +45,6 @@ class HostBuffers:
         cls._pool = {at: buffers for at, buffers in cls._pool.items() if buffers.in_use}
 
     def like(self, name: str, x: Tensor) -> Tensor:
-        """Return memory for a tensor like x."""
         buffer = self.memory.get(name)
         if buffer is None or buffer.numel() < x.numel() or buffer.dtype != x.dtype:
             # The old memory goes first: host memory for both may not be there
@@ -83,12 +82,10 @@ class Away:
             self.copied = _copy(self.on_host.values(), self.on_device.values(), self.device)
 
     def tensors(self, brings: bool = True) -> dict[Any, Tensor]:
-        """Return the tensors on their device, or unless it `brings` them on the host; kernels
-        queued from now on wait for their arrival.
-        """
+        """Return the tensors on their device, or unless it `brings` them on the host."""
         if brings:
             self.prefetch()
-        if self.copied is not None:
+        if self.copied is not None:  # kernels queued from now on wait for their arrival
             torch.cuda.current_stream(self.device).wait_event(self.copied)
         return self.on_host if self.on_device is None else self.on_device
 

@@ -30,7 +30,6 @@ LEAST = 1e-30  # step of a row of zeros
 
 
 def is_packed(weight: Any) -> bool:
-    """Return True for a packed weight."""
     return bool(weight.dtype == torch.uint8)
 
 

@@ -61,7 +61,7 @@ def forward_in_tiles(
     """block(x, angles, mask) without gradients; outside attention, a tile at a time."""
     tape = _Tape([block], x.shape, [angles], [mask], memory, x.device)
     flat = x.reshape(1, -1, x.shape[-1])
-    return tape.after(0, flat, tape.attend(0, flat)[0]).view(x.shape)
+    return tape.after(0, flat, tape.attend(0, flat)["out"]).view(x.shape)
 
 
 @dataclass
@@ -119,14 +119,14 @@ class _Tape:
     def after(self, i: int, x: Tensor, out: Tensor) -> Tensor:
         return in_tiles(self.blocks[i].after, self.tile, (x, out), self.device)[0]
 
-    def attend(self, i: int, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return attention's output of block i and its lse; a mixer has none."""
+    def attend(self, i: int, x: Tensor) -> dict[str, Tensor]:
+        """Return attention's output of block i and, if its backward takes that, its lse."""
         attention, out, lse = self.blocks[i].attention, None, None
         if isinstance(attention, Mixer):
             tensors = in_tiles(self.blocks[i].before, self.tile, (x, *self.angles[i]), self.device)
             with torch.no_grad():
                 mixed = attention(*map(self.rows, tensors), self.masks[i])
-            return mixed.reshape(1, -1, *mixed.shape[2:]), None
+            return {"out": mixed.reshape(1, -1, *mixed.shape[2:])}
         for queries, keys in self.groups(i):
             q, k, v = (self.rows(t) for t in self.of_heads(i, queries, keys, x))
             scores = attention.scores.of_heads(queries.start, q.shape[2])
@@ -135,24 +135,19 @@ class _Tape:
             lse = _placed(lse, results[1], 1, queries, attention.heads)
             del q, k, v, results  # free before the next group
         assert out is not None and lse is not None
-        return out.reshape(1, -1, *out.shape[2:]), lse
+        results = {"out": out.reshape(1, -1, *out.shape[2:])}
+        return results | ({"lse": lse} if attention.attend.description.has_backward else {})
 
     def rows(self, x: Tensor) -> Tensor:
         """(1, B·T, H, D) → (B, T, H, D)"""
         return x.view(*self.shape[:2], *x.shape[2:])
 
-    def save(self, i: int, x: Tensor, out: Tensor, lse: Tensor | None) -> None:
-        """Save attention's output of block i, unless made again, and each keep_every-th input x."""
-        tensors = {} if i in self.attends_again else self.results(i, out, lse)
+    def save(self, i: int, x: Tensor, results: dict[str, Tensor]) -> None:
+        """Save attention's results of block i, unless made again, and each keep_every-th input."""
+        tensors = {} if i in self.attends_again else dict(results)
         if i % self.every == 0:
             tensors["x"] = x
         self.saved[i] = self.holder(i, i, tensors)
-
-    def results(self, i: int, out: Tensor, lse: Tensor | None) -> dict[str, Tensor]:
-        """Return the results of block i's attention that its backward takes."""
-        if lse is None or not self.blocks[i].attention.attend.description.has_backward:
-            return {"out": out}
-        return {"out": out, "lse": lse}
 
     def holder(self, i: int, place: int, tensors: dict[str, Tensor]) -> SavedTensors:
         """Return `tensors` of block i, on the host if the block is offloaded; below 0 `place` is
@@ -187,8 +182,7 @@ class _Tape:
         if "out" not in saved:
             if i not in self.outputs:
                 place = -2 - i % self.every
-                results = self.results(i, *self.attend(i, x))
-                self.outputs[i] = self.holder(i, place, results)
+                self.outputs[i] = self.holder(i, place, self.attend(i, x))
             saved = self.tensors(self.outputs[i])
         return saved
 
@@ -198,9 +192,9 @@ class _Block(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, tape: _Tape, i: int, *weights: Tensor) -> Tensor:
         ctx.tape, ctx.i, ctx.weights = tape, i, weights
         with tape.surroundings():
-            out, lse = tape.attend(i, x)
-            y = tape.after(i, x, out)
-        tape.save(i, x, out, lse)
+            results = tape.attend(i, x)
+            y = tape.after(i, x, results["out"])
+        tape.save(i, x, results)
         return y
 
     @staticmethod
@@ -265,9 +259,7 @@ def _block_backward(tape: _Tape, i: int, x: Tensor, dy: Tensor, sums: _Sums) -> 
 def _attention_backward(
     tape: _Tape, i: int, x: Tensor, do: Tensor, saved: dict[str, Tensor], qkv: Any, sums: _Sums
 ) -> Tokens:
-    """Return dq, dk and dv of block i from its `saved` output and lse; without `qkv` they are made
-    again by group of heads.
-    """
+    """Return dq, dk and dv of block i; without `qkv` groups of heads make them again."""
     attention, out, lse = tape.blocks[i].attention, saved["out"], saved.get("lse")
     scores = attention.scores
     dqkv: Tokens = do, None, None  # type: ignore[assignment]  # of groups dq takes do's memory
@@ -353,10 +345,7 @@ def gradients_in_tiles(
 
 
 class _Sums:
-    """Gradients of `weights`, added up over tiles.
-
-    Raises RuntimeError unless they still are the block's, which runs again.
-    """
+    """Gradients of `weights`, summed over tiles; RuntimeError unless they still are the block's."""
 
     def __init__(self, block: Any, weights: Sequence[Tensor]) -> None:
         own = {id(weight) for weight in block.parameters()}

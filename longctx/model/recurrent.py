@@ -140,9 +140,7 @@ class Recurrent(Mixer):
         return [getattr(self, name) for name in ("taps", "shift") if name in self.part.shapes]
 
     def convolved(self, inputs: Sequence[Tensor], batch: Batch, naive: bool) -> list[Tensor]:
-        """Return silu of the causal convolutions of queries, keys and values, each channel with its
-        taps. They stop at documents.
-        """
+        """Return silu of the causal convolutions of queries, keys and values, by document."""
         widths, found = self.sizes(self.part).widths, []
         filters = zip(*(weight.split(widths) for weight in self.filters), strict=True)
         for tensor, weights in zip(inputs, filters, strict=True):
@@ -307,9 +305,7 @@ def fla_refusal() -> str | None:
 
 
 def fla_kernel(path: str, batch: Batch | None = None) -> Any:
-    """Return a function of fla, given as "module:name", of the documents of `batch`, which are in a
-    row; ValueError if it cannot run.
-    """
+    """Return fla's function "module:name", for documents of `batch` in a row, or ValueError."""
     if reason := fla_refusal():
         raise ValueError(f"a recurrent layer: {reason}")
     kernel = resolve_name(f"fla.{path}")

@@ -184,7 +184,7 @@ def test_a_group_of_heads_takes_predicted_memory(name):
         dy = torch.empty_like(x)
         mask = Mask.causal().bind(1, tokens, tokens, x.device)
         tape = recompute._Tape([block], x.shape[:2], [angles], [mask], step.memory, x.device)
-        tape.save(0, x, out, torch.empty(1, step.model.heads, tokens))
+        tape.save(0, x, {"out": out, "lse": torch.empty(1, step.model.heads, tokens)})
         with LiveMemory() as live:
             sums = recompute._Sums(block, recompute._trained(block))
             recompute._block_backward(tape, 0, tape.input(0), dy, sums)

@@ -143,7 +143,6 @@ class MixerSpec(AttentionSpec):
 
     @property
     def softmax_calls(self) -> int:
-        """Count its calls of softmax attention."""
         return int(self.computed_by.softmax_calls)
 
     @cached_property
