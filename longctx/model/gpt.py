@@ -214,9 +214,8 @@ class GPT(nn.Module):
         return shards.gathered(loss)[:, :T] if reduction == "none" else loss
 
     def hidden(self, tokens: Tensor, mask: Mask, shards: Shards, length: int) -> Tensor:
-        """Return the normed x (B, n, C) of this rank's tokens (B, n).
-
-        `mask` is bound, of whole sequences: `length` tokens and padding.
+        """Return the normed x (B, n, C) of this rank's tokens (B, n). `mask` is bound, of whole
+        sequences: `length` tokens and padding.
         """
         angles = self.angles(mask, shards, (len(tokens), length), tokens.device)
         masks = self.masks(mask, shards, len(tokens))

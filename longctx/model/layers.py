@@ -255,9 +255,7 @@ class Block(nn.Module):
         """Nothing, since the weights are whole; torch's fully_shard puts its own method first."""
 
     def calling(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """function(self, *arguments) as a forward of the block, with what a call of it brings:
-        sharded weights are gathered for it, and those on the host arrive.
-        """
+        """Call function(self, *arguments) as a forward, with weights gathered or from the host."""
         with present(self.away, self.away.following):
             return function(self, *arguments)
 

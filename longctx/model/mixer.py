@@ -29,9 +29,8 @@ ALONE = Ranks()
 
 
 class Batch:
-    """The documents of sequences (B, T), and the ranks that share them.
-
-    `mask` is bound and causal inside documents, with the window of the layer if it has one.
+    """The documents of sequences (B, T), and the ranks that share them. `mask` is bound and causal
+    inside documents, with the window of the layer if it has one.
     """
 
     room = 0  # tokens of a text, at most, in decoding
@@ -124,9 +123,7 @@ class Mixer(nn.Module):
 
     @classmethod
     def weights(cls, spec: MixerSpec) -> Mapping[str, tuple[Any, ...]]:
-        """Return the shape of each weight: of hidden size spec.size, and of model keys spec.model,
-        such as spec.model.heads.
-        """
+        """Return each weight's shape, of the hidden size spec.size and of keys of spec.model."""
         raise NotImplementedError(f"{cls.__name__} has no weights")
 
     @classmethod

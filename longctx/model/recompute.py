@@ -50,8 +50,8 @@ def checkpointed_blocks(
     """Return x (B, T, C) after `blocks`, each with its angles and mask: memory.recompute=block."""
     tape = _Tape(blocks, x.shape, angles, masks, memory, x.device)
     x = x.reshape(1, -1, x.shape[-1])
-    for i, block in enumerate(blocks):
-        x = block.calling(lambda own, x, i: _Block.apply(x, tape, i, *_trained(own)), x, i)
+    for layer, block in enumerate(blocks):
+        x = block.calling(lambda own, x, at: _Block.apply(x, tape, at, *_trained(own)), x, layer)
     return x.view(tape.shape)
 
 
@@ -86,27 +86,28 @@ class _Tape:
         flat = {id(own): tuple(x.flatten(0, 1)[None] for x in own) for own in self.angles}
         self.angles = [flat[id(own)] for own in self.angles]
         # Short windows cost least
-        order = sorted(range(len(self.masks)), key=lambda i: self.masks[i].window or math.inf)
+        windows = [mask.window or math.inf for mask in self.masks]
+        order = sorted(range(len(windows)), key=windows.__getitem__)
         self.attends_again = order[: round((self.memory.attention_again or 0.0) * len(order))]
         # Then each tile and group of heads takes its part; else blocks come to the device
         self.reads_host = bool(self.memory.heads_at_once and self.memory.offload)
 
-    def groups(self, i: int) -> Iterator[tuple[slice, slice]]:
-        """Yield the query heads and the key heads of block i that are computed at one time."""
-        attention = self.blocks[i].attention
+    def groups(self, layer: int) -> Iterator[tuple[slice, slice]]:
+        """Yield the query heads and the key heads of a block that are computed at one time."""
+        attention = self.blocks[layer].attention
         each = self.memory.heads_at_once or attention.kv_heads
         shared = attention.heads // attention.kv_heads
         for first in range(0, attention.kv_heads, each):
             yield slice(first * shared, (first + each) * shared), slice(first, first + each)
 
-    def of_heads(self, i: int, queries: slice, keys: slice, x: Tensor, *outs: Tensor) -> Tokens:
-        """Return q, k and v of block i, and `outs`, of some heads.
+    def of_heads(self, layer: int, queries: slice, keys: slice, x: Tensor, *outs: Tensor) -> Tokens:
+        """Return q, k and v of block `layer`, and `outs`, of some heads.
 
         Each group projects all heads of a tile: so every kind of layer can, with the same bits.
         """
-        block, angles = self.blocks[i], self.angles[i]
+        block, angles = self.blocks[layer], self.angles[layer]
         if not self.memory.heads_at_once:
-            return (*in_tiles(block.before, self.tile, (x, *angles), self.device), *outs)
+            return (*self.before(layer, x), *outs)
 
         def of_tile(x: Tensor, *others: Tensor) -> Tokens:
             q, k, v = block.before(x, *others[: len(angles)])
@@ -116,21 +117,24 @@ class _Tape:
 
         return in_tiles(of_tile, self.tile, (x, *angles, *outs), self.device)
 
-    def after(self, i: int, x: Tensor, out: Tensor) -> Tensor:
-        return in_tiles(self.blocks[i].after, self.tile, (x, out), self.device)[0]
+    def before(self, layer: int, x: Tensor) -> Tokens:
+        inputs = x, *self.angles[layer]
+        return in_tiles(self.blocks[layer].before, self.tile, inputs, self.device)
 
-    def attend(self, i: int, x: Tensor) -> dict[str, Tensor]:
-        """Return attention's output of block i and, if its backward takes that, its lse."""
-        attention, out, lse = self.blocks[i].attention, None, None
+    def after(self, layer: int, x: Tensor, out: Tensor) -> Tensor:
+        return in_tiles(self.blocks[layer].after, self.tile, (x, out), self.device)[0]
+
+    def attend(self, layer: int, x: Tensor) -> dict[str, Tensor]:
+        """Return attention's output of block `layer` and, if its backward takes that, its lse."""
+        attention, out, lse = self.blocks[layer].attention, None, None
         if isinstance(attention, Mixer):
-            tensors = in_tiles(self.blocks[i].before, self.tile, (x, *self.angles[i]), self.device)
             with torch.no_grad():
-                mixed = attention(*map(self.rows, tensors), self.masks[i])
+                mixed = attention(*map(self.rows, self.before(layer, x)), self.masks[layer])
             return {"out": mixed.reshape(1, -1, *mixed.shape[2:])}
-        for queries, keys in self.groups(i):
-            q, k, v = (self.rows(t) for t in self.of_heads(i, queries, keys, x))
+        for queries, keys in self.groups(layer):
+            q, k, v = (self.rows(t) for t in self.of_heads(layer, queries, keys, x))
             scores = attention.scores.of_heads(queries.start, q.shape[2])
-            results = attention.attend.with_lse(q, k, v, self.masks[i], scores)
+            results = attention.attend.with_lse(q, k, v, self.masks[layer], scores)
             out = _placed(out, results[0], 2, queries, attention.heads)
             lse = _placed(lse, results[1], 1, queries, attention.heads)
             del q, k, v, results  # free before the next group
@@ -142,87 +146,87 @@ class _Tape:
         """(1, B·T, H, D) → (B, T, H, D)"""
         return x.view(*self.shape[:2], *x.shape[2:])
 
-    def save(self, i: int, x: Tensor, results: dict[str, Tensor]) -> None:
-        """Save attention's results of block i, unless made again, and each keep_every-th input."""
-        tensors = {} if i in self.attends_again else dict(results)
-        if i % self.every == 0:
+    def save(self, layer: int, x: Tensor, results: dict[str, Tensor]) -> None:
+        """Save the results of attention, unless made again, and the input of each keep_every-th."""
+        tensors = {} if layer in self.attends_again else dict(results)
+        if layer % self.every == 0:
             tensors["x"] = x
-        self.saved[i] = self.holder(i, i, tensors)
+        self.saved[layer] = self.holder(layer, layer, tensors)
 
-    def holder(self, i: int, place: int, tensors: dict[str, Tensor]) -> SavedTensors:
-        """Return `tensors` of block i, on the host if the block is offloaded; below 0 `place` is
-        that of tensors made again, on the host if backward reads them there.
+    def holder(self, layer: int, place: int, tensors: dict[str, Tensor]) -> SavedTensors:
+        """Return `tensors` of block `layer`, on the host if the block is offloaded; below 0 `place`
+        is that of tensors made again, on the host if backward reads them there.
         """
         offload = self.memory.offload or 0.0
-        is_offloaded = i < round(offload * len(self.blocks)) if place >= 0 else self.reads_host
+        is_offloaded = layer < round(offload * len(self.blocks)) if place >= 0 else self.reads_host
         buffers = HostBuffers.of(self.device, place) if is_offloaded and tensors else None
         return SavedTensors(tensors, buffers)
 
     def tensors(self, saved: SavedTensors) -> dict[str, Tensor]:
         return saved.tensors(brings=not self.reads_host)
 
-    def input(self, i: int) -> Tensor:
-        """x of block i: saved, or recomputed from what the blocks before it saved."""
-        first = i - i % self.every
+    def input(self, layer: int) -> Tensor:
+        """x of block `layer`: saved, or recomputed from what the blocks before it saved."""
+        first = layer - layer % self.every
         x = self.tensors(self.saved[first])["x"]
-        for j in range(first, i):
+        for lower in range(first, layer):
             # FSDP has resharded it; its own backward comes next, and shards it again
-            self.blocks[j].unshard()
-            with present(self.blocks[j].away, self.blocks[j + 1].away):
-                y = self.after(j, x, self.output(j, x)["out"])
+            self.blocks[lower].unshard()
+            with present(self.blocks[lower].away, self.blocks[lower + 1].away):
+                y = self.after(lower, x, self.output(lower, x)["out"])
             self.held = None  # its place is free
-            self.held = self.holder(j + 1, -1, {"x": y})
+            self.held = self.holder(lower + 1, -1, {"x": y})
             x = self.tensors(self.held)["x"]
             del y
         return x
 
-    def output(self, i: int, x: Tensor) -> dict[str, Tensor]:
-        """Return the results of block i's attention: saved, or made again once."""
-        saved = self.tensors(self.saved[i])
+    def output(self, layer: int, x: Tensor) -> dict[str, Tensor]:
+        """Return the results of block `layer`'s attention: saved, or made again once."""
+        saved = self.tensors(self.saved[layer])
         if "out" not in saved:
-            if i not in self.outputs:
-                place = -2 - i % self.every
-                self.outputs[i] = self.holder(i, place, self.attend(i, x))
-            saved = self.tensors(self.outputs[i])
+            if layer not in self.outputs:
+                place = -2 - layer % self.every
+                self.outputs[layer] = self.holder(layer, place, self.attend(layer, x))
+            saved = self.tensors(self.outputs[layer])
         return saved
 
 
 class _Block(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tape: _Tape, i: int, *weights: Tensor) -> Tensor:
-        ctx.tape, ctx.i, ctx.weights = tape, i, weights
+    def forward(ctx: Any, x: Tensor, tape: _Tape, layer: int, *weights: Tensor) -> Tensor:
+        ctx.tape, ctx.layer, ctx.weights = tape, layer, weights
         with tape.surroundings():
-            results = tape.attend(i, x)
-            y = tape.after(i, x, results["out"])
-        tape.save(i, x, results)
+            results = tape.attend(layer, x)
+            y = tape.after(layer, x, results["out"])
+        tape.save(layer, x, results)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        tape, i = ctx.tape, ctx.i
-        assert i in tape.saved, "the gradients of this forward pass were already taken"
-        if i and not tape.reads_host:
-            tape.saved[i - 1].prefetch()
-        sums = _Sums(tape.blocks[i], ctx.weights)
+        tape, layer = ctx.tape, ctx.layer
+        assert layer in tape.saved, "the gradients of this forward pass were already taken"
+        if layer and not tape.reads_host:
+            tape.saved[layer - 1].prefetch()
+        sums = _Sums(tape.blocks[layer], ctx.weights)
         with tape.surroundings():
-            x = tape.input(i)
+            x = tape.input(layer)
             # The block below begins at the last input that was saved
-            ahead = tape.blocks[i - 1 - (i - 1) % tape.every].away if i else None
-            with present(tape.blocks[i].away, ahead):
-                dx = _block_backward(tape, i, x, dy.contiguous(), sums)
-        del tape.saved[i]
-        tape.outputs.pop(i, None)
+            ahead = tape.blocks[layer - 1 - (layer - 1) % tape.every].away if layer else None
+            with present(tape.blocks[layer].away, ahead):
+                dx = _block_backward(tape, layer, x, dy.contiguous(), sums)
+        del tape.saved[layer]
+        tape.outputs.pop(layer, None)
         tape.held = None
         if not tape.saved:  # what torch.compile traced in the first backward keeps its tape alive
             tape.angles = tape.masks = ()
         return dx, None, None, *sums.gradients()
 
 
-def _block_backward(tape: _Tape, i: int, x: Tensor, dy: Tensor, sums: _Sums) -> Tensor:
-    """dx of block i, from its input x; its weights' gradients go into `sums`."""
+def _block_backward(tape: _Tape, layer: int, x: Tensor, dy: Tensor, sums: _Sums) -> Tensor:
+    """dx of block `layer`, from its input x; its weights' gradients go into `sums`."""
     # In tiles dx takes the memory of dy, which the block above made and nobody else reads
-    block, saved = tape.blocks[i], tape.output(i, x)
+    block, saved = tape.blocks[layer], tape.output(layer, x)
     out = saved["out"]
     one_tile = x.shape[1] <= (tape.tile or x.shape[1]) and not tape.memory.heads_at_once
 
@@ -235,15 +239,15 @@ def _block_backward(tape: _Tape, i: int, x: Tensor, dy: Tensor, sums: _Sums) -> 
     leaf = x.detach().requires_grad_(one_tile)
     if one_tile:
         with torch.enable_grad():
-            qkv = block.before(leaf, *tape.angles[i])
+            qkv = block.before(leaf, *tape.angles[layer])
 
     # attention
     if isinstance(block.attention, Mixer):
         if not one_tile:
-            qkv = in_tiles(block.before, tape.tile, (x, *tape.angles[i]), tape.device)
-        dqkv = _mixer_backward(tape, i, do, qkv, sums)
+            qkv = tape.before(layer, x)
+        dqkv = _mixer_backward(tape, layer, do, qkv, sums)
     else:
-        dqkv = _attention_backward(tape, i, x, do, saved, qkv if one_tile else None, sums)
+        dqkv = _attention_backward(tape, layer, x, do, saved, qkv if one_tile else None, sums)
     del do, out, saved, into
 
     # before
@@ -253,26 +257,27 @@ def _block_backward(tape: _Tape, i: int, x: Tensor, dy: Tensor, sums: _Sums) -> 
         sums.add(every[1:])
         return every[0]
     before = lambda x, *angles: (x, *block.before(x, *angles))  # noqa: E731
-    return gradients_in_tiles(before, tape.tile, (x,), tape.angles[i], (dx, *dqkv), sums, [dx])[0]
+    angles, gradients = tape.angles[layer], (dx, *dqkv)
+    return gradients_in_tiles(before, tape.tile, (x,), angles, gradients, sums, [dx])[0]
 
 
 def _attention_backward(
-    tape: _Tape, i: int, x: Tensor, do: Tensor, saved: dict[str, Tensor], qkv: Any, sums: _Sums
+    tape: _Tape, layer: int, x: Tensor, do: Tensor, saved: dict[str, Tensor], qkv: Any, sums: _Sums
 ) -> Tokens:
-    """Return dq, dk and dv of block i; without `qkv` groups of heads make them again."""
-    attention, out, lse = tape.blocks[i].attention, saved["out"], saved.get("lse")
+    """Return dq, dk and dv of block `layer`; without `qkv` groups of heads make them again."""
+    attention, out, lse = tape.blocks[layer].attention, saved["out"], saved.get("lse")
     scores = attention.scores
     dqkv: Tokens = do, None, None  # type: ignore[assignment]  # of groups dq takes do's memory
     dsinks = None if scores.sinks is None else torch.zeros_like(scores.sinks)
     counts = attention.heads, attention.kv_heads, attention.kv_heads
-    for queries, keys in tape.groups(i):
-        own = tape.of_heads(i, queries, keys, x, out) if qkv is None else (*qkv, out)
+    for queries, keys in tape.groups(layer):
+        own = tape.of_heads(layer, queries, keys, x, out) if qkv is None else (*qkv, out)
         own_lse = None if lse is None else lse[:, queries].to(do.device, non_blocking=True)
         q, k, v, own_out = (tape.rows(t.detach()) for t in own)
         gradients = attention.attend.backward(
             tape.rows(do[:, :, queries]),
             (q, k, v, own_out, own_lse),
-            tape.masks[i],
+            tape.masks[layer],
             scores.of_heads(queries.start, q.shape[2]),
         )
         if dsinks is not None:
@@ -286,11 +291,11 @@ def _attention_backward(
     return dqkv
 
 
-def _mixer_backward(tape: _Tape, i: int, do: Tensor, tensors: Tokens, sums: _Sums) -> Tokens:
-    """Return the gradients of the `tensors` that block i's mixer takes; run its forward again."""
+def _mixer_backward(tape: _Tape, layer: int, do: Tensor, tensors: Tokens, sums: _Sums) -> Tokens:
+    """Return gradients of the `tensors` that block `layer`'s mixer takes; run it again."""
     leaves = [tape.rows(t.detach()).requires_grad_() for t in tensors]
     with torch.enable_grad():
-        out = tape.blocks[i].attention(*leaves, tape.masks[i])
+        out = tape.blocks[layer].attention(*leaves, tape.masks[layer])
     inputs = *leaves, *sums.weights
     found = torch.autograd.grad(out, inputs, do.reshape(out.shape), allow_unused=True)
     sums.add(found[len(leaves) :])

@@ -76,9 +76,8 @@ class Ropes(nn.ModuleList):
 
 
 def frequencies(spec: parts.RopeSpec, length: int | None = None) -> tuple[Tensor, float]:
-    """(D/2,) fp32 radians per position on the CPU, and the factor on cos and sin.
-
-    They are for an input of `length` tokens, if the scaling depends on it.
+    """Return (D/2,) fp32 radians per position on the CPU, and the factor on cos and sin: those for
+    an input of `length` tokens, if the scaling depends on it.
     """
     size, scaling = spec.size, spec.scaling
     kind = scaling.get("rope_type", "default")
@@ -96,10 +95,7 @@ def frequencies(spec: parts.RopeSpec, length: int | None = None) -> tuple[Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head of x (B, T, H, D) by its token's angles, in fp32 at least.
-
-    If there are fewer angles than pairs of channels, the last channels stay as they are.
-    """
+    """Rotate each head of x (B, T, H, D) by its token's angles; channels without one stay."""
     size = 2 * cos.shape[-1]
     x1, x2 = x[..., :size].chunk(2, dim=-1)
     rest = () if size == x.shape[-1] else (x[..., size:],)
