@@ -50,16 +50,16 @@ class Decoder:
         autocasts = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if autocasts else weight.dtype
         attentions = [block.attention for block in model.blocks]
-        mixers = {n: x for n, x in enumerate(attentions) if isinstance(x, Mixer)}
-        layers = [n for n in range(model.config.layers) if n not in mixers]
+        mixers = {layer: x for layer, x in enumerate(attentions) if isinstance(x, Mixer)}
+        layers = [layer for layer in range(model.config.layers) if layer not in mixers]
         self.attends: dict[int, Attention] = {}
-        for n in layers:
-            own = attentions[n].attend
+        for layer in layers:
+            own = attentions[layer].attend
             score = own.options if "score" in own.options else None  # naive has it, too
-            self.attends[n] = Attention("naive", score) if own.backend.exact else own
+            self.attends[layer] = Attention("naive", score) if own.backend.exact else own
         attends, has = self.attends.values(), model.config.block(0).attention.required()["scores"]
         self.splits_keys = all(x.name == "naive" and not x.options for x in attends)
-        heads = [model.config.blocks[n].attention.model for n in layers]
+        heads = [model.config.blocks[layer].attention.model for layer in layers]
         self.splits_keys &= all(splits_keys(self.device, dtype, x.head_size, has) for x in heads)
         slow = [f"model.mixer={x.part.mixer}" for x in mixers.values() if not x.decodes]
         slow += [f"attention={x.name}" for x in attends if not x.decodes]
@@ -71,8 +71,8 @@ class Decoder:
         shapes = [(2, rows, length, x.kv_heads, x.head_size) for x in heads]
         # Not empty: naive multiplies unseen values by 0, and 0 · NaN is NaN
         zeros = (torch.zeros(shape, dtype=dtype, device=self.device) for shape in shapes)
-        self.states = {n: (*both,) for n, both in zip(layers, zeros, strict=True)}
-        self.windows = [model.config.window_of(n) for n in range(model.config.layers)]
+        self.states = {layer: (*both,) for layer, both in zip(layers, zeros, strict=True)}
+        self.windows = [model.config.window_of(layer) for layer in range(model.config.layers)]
         captures = self.decodes and all(x.description.capturable for x in attends)
         captures &= not any(block.away.on_host for block in model.blocks)
         self.graphs = captures and (kind == "cuda" if graphs is None else graphs)
@@ -107,18 +107,18 @@ class Decoder:
         # In tiles always, which costs nothing without gradients: an MLP over 1M tokens is 80 GiB.
         tile = self.model.memory.mlp_tile or 32768
 
-        def forward(n: int, block: Any, x: Tensor) -> Tensor:
-            tensors = in_tiles(block.before, tile, (x, *angles[n]))
+        def forward(layer: int, block: Any, x: Tensor) -> Tensor:
+            tensors = in_tiles(block.before, tile, (x, *angles[layer]))
             is_mixer = isinstance(block.attention, Mixer)
             if is_mixer and self.decodes:
-                masks[n].room = self.length
-                out, state = block.attention.prefill(*tensors, masks[n])
-                for old, new in zip(self.states.setdefault(n, state), state, strict=True):
+                masks[layer].room = self.length
+                out, state = block.attention.prefill(*tensors, masks[layer])
+                for old, new in zip(self.states.setdefault(layer, state), state, strict=True):
                     old.copy_(new)
             else:
-                out = block.attention(*tensors, masks[n])
+                out = block.attention(*tensors, masks[layer])
             if not is_mixer:
-                self._write(n, slots, *tensors[1:])
+                self._write(layer, slots, *tensors[1:])
             return in_tiles(block.after, tile, (x, out))[0]
 
         x = self._through_blocks(ids[None].to(self.device), forward)
@@ -132,11 +132,11 @@ class Decoder:
         if not self.decodes:
             new = tokens.tolist()
             return self.prefill([[*text, x] for text, x in zip(self.texts, new, strict=True)])
-        self.lengths = [n + 1 for n in self.lengths]
+        self.lengths = [length + 1 for length in self.lengths]
         assert max(self.lengths) <= self.length
         self.tokens.copy_(tokens)
         for rope, buffers in self.angles.items():
-            own = torch.stack([frequencies(rope.spec, n)[0] for n in self.lengths])
+            own = torch.stack([frequencies(rope.spec, length)[0] for length in self.lengths])
             angles = rope(self.ends[:, None], own[:, None].to(self.device))
             for buffer, angle in zip(buffers, angles, strict=True):
                 buffer.copy_(angle)
@@ -162,18 +162,18 @@ class Decoder:
         first = {w: (last - ((w or self.length) - 1)).clamp(min=0) for w in set(self.windows)}
         masks = {w: Mask("intervals", first=first[w], last=last) for w in first}
 
-        def forward(n: int, block: Any, x: Tensor) -> Tensor:
-            tensors = block.before(x, *angles[n])
+        def forward(layer: int, block: Any, x: Tensor) -> Tensor:
+            tensors = block.before(x, *angles[layer])
             if isinstance(block.attention, Mixer):
-                return block.after(x, block.attention.step(*tensors, *self.states[n]))
-            self._write(n, slots, *tensors[1:])
-            queries, (keys, values) = tensors[0].to(self.dtype), self.states[n]
-            mask, scores = masks[self.windows[n]], block.attention.scores
+                return block.after(x, block.attention.step(*tensors, *self.states[layer]))
+            self._write(layer, slots, *tensors[1:])
+            queries, (keys, values) = tensors[0].to(self.dtype), self.states[layer]
+            mask, scores = masks[self.windows[layer]], block.attention.scores
             if self.splits_keys:
                 out = by_triton(queries, keys, values, mask, scores)
             else:
                 seen = keys[:, :longest], values[:, :longest]
-                out = self.attends[n].decode(queries, *seen, mask, scores)
+                out = self.attends[layer].decode(queries, *seen, mask, scores)
             return block.after(x, out)
 
         x = self._through_blocks(self.tokens[:, None], forward)
@@ -187,8 +187,8 @@ class Decoder:
 
     def _through_blocks(self, tokens: Tensor, forward: Callable[..., Tensor]) -> Tensor:
         x = self.model.embedded(tokens).to(self.dtype)
-        for n, block in enumerate(self.model.blocks):
-            x = block.calling(functools.partial(forward, n), x)
+        for layer, block in enumerate(self.model.blocks):
+            x = block.calling(functools.partial(forward, layer), x)
         return x
 
     def _logits(self, x: Tensor) -> Tensor:

@@ -63,7 +63,6 @@ class Linear(nn.Linear):
 
 
 def linears(part: parts.Part) -> list[Linear]:
-    """Return new linear layers as `part` describes them."""
     return [Linear(layer.columns, layer.outputs, layer.has_bias) for layer in part.linears]
 
 

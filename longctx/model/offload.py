@@ -96,10 +96,9 @@ class SavedTensors(Away):
     def __init__(self, tensors: dict[str, Tensor], buffers: HostBuffers | None) -> None:
         super().__init__({}, torch.device("cpu"))
         self.on_device = tensors
-        if buffers is None:
-            return
-        weakref.finalize(self, setattr, buffers, "in_use", False)
-        if buffers.is_refused:
+        if buffers is not None:
+            weakref.finalize(self, setattr, buffers, "in_use", False)
+        if buffers is None or buffers.is_refused:
             return
         try:
             self.on_host = {name: buffers.like(name, x) for name, x in tensors.items()}

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -81,7 +81,9 @@ class _Tape:
 
     def __post_init__(self) -> None:
         self.tile, self.every = self.memory.mlp_tile or 0, self.memory.keep_every or 1  # 0: all
-        self.surroundings = _surroundings(self.device.type)
+        device = self.device.type
+        self.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        self.balance = running()
         # (1, B·T, 1, D/2); layers share their angles, and so the views of them
         flat = {id(own): tuple(x.flatten(0, 1)[None] for x in own) for own in self.angles}
         self.angles = [flat[id(own)] for own in self.angles]
@@ -91,6 +93,13 @@ class _Tape:
         self.attends_again = order[: round((self.memory.attention_again or 0.0) * len(order))]
         # Then each tile and group of heads takes its part; else blocks come to the device
         self.reads_host = bool(self.memory.heads_at_once and self.memory.offload)
+
+    @contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """Bring back autocast and balance of the forward pass, parts of which run again."""
+        # No cache: a weight cast while gradients were off would be taken for one with a gradient
+        with torch.autocast(*self.autocast, cache_enabled=False), balancing(self.balance):
+            yield
 
     def groups(self, layer: int) -> Iterator[tuple[slice, slice]]:
         """Yield the query heads and the key heads of a block that are computed at one time."""
@@ -369,21 +378,6 @@ class _Sums:
         """The sums, in the precision of the weights."""
         pairs = zip(self.sums, self.weights, strict=True)
         return [None if total is None else total.to(x.dtype) for total, x in pairs]
-
-
-def _surroundings(device: str) -> Callable[[], AbstractContextManager[None]]:
-    """Return a context with autocast and balance of this forward pass, for parts that run again."""
-    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-    balance = running()
-
-    @contextmanager
-    def restored() -> Iterator[None]:
-        # no cache: a weight cast while gradients were off would be taken for one whose gradient is
-        # wanted
-        with torch.autocast(device, dtype, enabled, cache_enabled=False), balancing(balance):
-            yield
-
-    return restored
 
 
 def _arriving_tiles(
