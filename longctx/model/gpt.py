@@ -39,7 +39,7 @@ class GPT(nn.Module):
     GPU or the host.
     """
 
-    # Decodes it, if `Decoder` does not
+    # The class that decodes it, if that is not `Decoder`
     decoder: ClassVar[Any] = None
     # True if the length of a document changes the frequencies of its positions
     follows_length = False
@@ -57,7 +57,7 @@ class GPT(nn.Module):
         if config.vocab_size is None:
             raise ValueError("model.vocab_size is not set; give it, or take it from a tokenizer")
         attention, self.memory = settings_of(attention, memory)
-        self.config, self.again = config, round(self.memory.again * config.layers)
+        self.config, self.recomputed_blocks = config, round(self.memory.again * config.layers)
         V, C = config.vocab_size, config.channels
         self.embed = nn.Embedding(V, C)
         self.ropes: Any = Ropes([block.attention.rope for block in config.blocks])
@@ -71,7 +71,7 @@ class GPT(nn.Module):
             for path, module in self.named_modules()
             for name in getattr(module, "exact", ())
         }
-        # The ranks that share the tokens of each row, see `forward`: this one alone
+        # The ranks that share the tokens of each sequence, see `forward`: this one alone
         self.context = Context()
         if not self.embed.weight.is_meta:  # or there is nothing to draw yet
             self.init_weights()
@@ -118,7 +118,7 @@ class GPT(nn.Module):
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         for layer, block in enumerate(self.blocks):
             is_mixer = isinstance(block.attention, Mixer)  # its kernels may not be traceable
-            if layer >= self.again and not is_mixer:
+            if layer >= self.recomputed_blocks and not is_mixer:
                 block.compile()
             elif not is_mixer:
                 block.before = torch.compile(block.before)
@@ -170,8 +170,8 @@ class GPT(nn.Module):
         The values are cross entropy alone. Gradients of mean and sum include the loss that balances
         experts, for each target token, and `z_loss` times the mean or sum of lse², see loss.py.
 
-        If ranks share rows, every rank is given whole rows. Its "mean" and "sum" are its part of
-        the loss, and all parts add up to it; "none" and logits are of whole rows on every rank.
+        If ranks share sequences, every rank is given whole ones. Its "mean" and "sum" are its part
+        of the loss, and all parts add up to it; "none" and logits are whole on every rank.
         """
         shapes = [tuple(x.shape) for x in (tokens, targets) if x is not None]
         if tokens.ndim != 2 or len({*shapes}) > 1 or not tokens.numel():
@@ -183,7 +183,7 @@ class GPT(nn.Module):
         mask = mask.padded(T, N).bind(B, N, N, tokens.device)
         shards = context.shards(mask, N)
         tokens = shards.local(F.pad(tokens, (0, N - T)))
-        # The loss that balances experts sees every router on the way, if it is trained
+        # While the model trains, every router counts its tokens for the loss that balances experts
         factor = self.config.experts.balance
         trains = targets is not None and reduction != "none" and torch.is_grad_enabled()
         balance = Balance(factor) if factor and trains else None
@@ -202,8 +202,8 @@ class GPT(nn.Module):
             reduction, scale = "sum", mean if scale is None else mean * scale
         targets = shards.local(F.pad(targets, (0, N - T), value=IGNORED))
         chunk = self.memory.chunk(len(lm_head), x.device.type)
-        m, extra = self.config.multipliers, ZLoss(z_loss) if z_loss else None
-        of_logits = chunk, reduction, scale, m.logits, m.logit_softcap, extra
+        multipliers, extra = self.config.multipliers, ZLoss(z_loss) if z_loss else None
+        of_logits = chunk, reduction, scale, multipliers.logits, multipliers.logit_softcap, extra
         loss = linear_cross_entropy(x, lm_head, targets, *of_logits)
         if extra is not None and extra.mean is not None:
             self.measured = {**self.measured, "z_loss": extra.mean}
@@ -222,7 +222,7 @@ class GPT(nn.Module):
         return self.norm(self._through_blocks(tokens, angles, masks))
 
     def masks(self, mask: Mask, shards: Shards, rows: int) -> list[Any]:
-        """Return each layer's mask, or a mixer's `Batch`, of the bound `mask` of whole `rows`."""
+        """Return each layer's mask, or a mixer's `Batch`. The bound `mask` has `rows` sequences."""
 
         @cache  # for all layers that have the window
         def made(window: int | None, is_mixer: bool) -> Any:
@@ -250,7 +250,7 @@ class GPT(nn.Module):
         return self.ropes.per_layer(angles_of)
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """Return the rows of the embedding that enter the first block."""
+        """Return the embedded tokens (B, T, C), which enter the first block."""
         x = self.embed(tokens)
         factor = self.config.multipliers.embedding
         # Rounded to the weight's dtype, as Gemma does
@@ -261,12 +261,12 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor, lm_head: Tensor) -> Tensor:
         """Return the logits (..., V) of the normed x (..., C)."""
-        m = self.config.multipliers
-        return shaped(F.linear(x, lm_head), m.logits, m.logit_softcap)
+        multipliers = self.config.multipliers
+        return shaped(F.linear(x, lm_head), multipliers.logits, multipliers.logit_softcap)
 
     def _through_blocks(self, tokens: Tensor, angles: list[Angles], masks: list[Any]) -> Tensor:
         """Return x (B, T, C) after all blocks; the memory policy decides what they save."""
-        memory, again = self.memory, self.again if torch.is_grad_enabled() else 0
+        memory, again = self.memory, self.recomputed_blocks if torch.is_grad_enabled() else 0
         if again and torch.compiler.is_compiling():
             # torch.compile of the whole model cannot trace what saves its own activations
             return torch.compiler.disable(self._through_blocks)(tokens, angles, masks)

@@ -5,7 +5,7 @@ q, k and v come from one projection, gate and up from another. Their rows are [q
 [gate; up], so that they split into the tensors of a Llama checkpoint. If a kernel of ours serves a
 tensor (`fused`), a layer calls it; the lines beside it are the formula.
 
-Shapes: B rows, T tokens, C channels, H query heads, Hkv key-value heads, D channels per head.
+Shapes: B sequences, T tokens, hidden size C, H query heads, Hkv key-value heads, head size D.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Stops:
         self.parallel, self.stop = parallel, stop
 
     def begin(self) -> None:
-        """Let a signal wait for the step from now on. Raises KeyboardInterrupt if one has come."""
+        """Let signals wait for the step's end from now on; raise KeyboardInterrupt if one came."""
         system.check()
         self.stop.waits = True
         self.asked_at, self.asked_after, self.next_question = time.monotonic(), 0, 1
@@ -64,7 +64,7 @@ class Stops:
 def loop(run: Run, parallel: Parallel, log: RunLog, stops: Stops, saver: Saver) -> None:
     """Train every step of `run`: forward and backward, clip, update, log, validate, save, stop."""
     data = shared_data(run, parallel)
-    # A plugin may count on whole sequences, such as an objective that takes logits
+    # A plugin may expect whole sequences, such as an objective that takes logits
     may_err = bool(run.config.plugins) and parallel.context.ranks.count > 1
     if run.config.context.check or (may_err and run.config.context.check is None):
         log.checked(context_check.compare_with_one(run, data, parallel))
@@ -104,7 +104,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stops: Stops, saver: Saver) 
         require_finite("validation loss", row.get("val_loss", 0.0), step, run)
 
     log.bar.start()
-    # Its workers read while the model validates
+    # Workers read the first batches while the model validates
     order = sequences.order(parallel.data_rank, run.steps_done)
     batches = read_ahead(run, sequences.dataset, order, run.config.workers)
     if not run.steps_done:
@@ -117,8 +117,8 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stops: Stops, saver: Saver) 
         loss = optimizer_step(state, batch, parallel, meter.mark)
         meter.add(batch, loss, state.module.taken_figures())
         log.stepped(step)
-        # Libraries and compiled code live on. Looking through them takes a collection 0.2 to 0.4 s,
-        # on each rank at another step, and all other ranks wait for it
+        # Objects of libraries and compiled code live on. A collection that scans them takes 0.2 to
+        # 0.4 s, on each rank at another step, and all other ranks wait for it
         if step == run.steps_done + 1:
             gc.collect()
             gc.freeze()
