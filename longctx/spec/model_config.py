@@ -125,7 +125,6 @@ class GPTConfig(mixers.MixerKeys):
 
     @property
     def head_size(self) -> int:
-        """Channels of one head."""
         return self.channels // self.heads if self.head_dim is None else self.head_dim
 
     @property
@@ -135,7 +134,6 @@ class GPTConfig(mixers.MixerKeys):
 
     @property
     def expert_ffn(self) -> int:
-        """Inner width of an expert."""
         return self.experts.ffn or self.ffn
 
     def window_of(self, layer: int) -> int | None:

@@ -244,9 +244,7 @@ class AttentionSpec(Part):
 
 @dataclass(frozen=True)
 class FeedForward(Part):
-    """SwiGLU, or the same with another activation, with a fused projection of gate and up. Its
-    name, a target of LoRA, is the same without gate.
-    """
+    """SwiGLU with a fused projection of gate and up, which keeps its name if there is no gate."""
 
     inner: int
     has_bias: bool
