@@ -53,14 +53,9 @@ def finished(
     is its stdin.
     """
     own = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": 1} | environment
-    return subprocess.run(
-        [*inside, sys.executable, str(script), *words],
-        cwd=cwd,
-        env=os.environ | {name: str(value) for name, value in own.items()},
-        input=input,
-        capture_output=True,
-        text=True,
-    )
+    command, piped = [*inside, sys.executable, str(script), *words], {"capture_output": True}
+    env = os.environ | {name: str(value) for name, value in own.items()}
+    return subprocess.run(command, cwd=cwd, env=env, input=input, text=True, **piped)
 
 
 def install(*words: str) -> str:
@@ -83,12 +78,8 @@ def newest_version(package: str) -> str:
 
 def killed_at(line: str, code: str, *arguments: object) -> None:
     """Run Python's `code` with `arguments`, and kill it as soon as it has printed `line`."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process.stdout:
         assert f"{line}\n" in process.stdout

@@ -44,19 +44,15 @@ class Flash(Backend):
         shape = request.device, request.dtype, request.head_dim
         asked = None if kernel in ("auto", "portable") else IMPLEMENTATIONS[f"triton-{kernel}"]
         if asked and not runs(f"triton-{kernel}", *shape):
-            return (
-                f"kernel={kernel} takes bf16 and fp16 with head sizes in {asked.head_sizes} on "
-                f"{asked.gpus}; use attention.options.kernel=portable"
-            )
+            taken = f"bf16 and fp16 with head sizes in {asked.head_sizes} on {asked.gpus}"
+            return f"kernel={kernel} takes {taken}; use attention.options.kernel=portable"
         name = implementation(*shape, kernel)
         own = IMPLEMENTATIONS[name]
         if name == "torch-tiled":
             return None
         if request.device.type == "cpu" and request.dtype == torch.bfloat16:
-            return (
-                "Triton's interpreter computes bf16 products wrongly; "
-                "use fp32 or fp16, or unset TRITON_INTERPRET"
-            )
+            reason = "Triton's interpreter computes bf16 products wrongly"
+            return f"{reason}; use fp32 or fp16, or unset TRITON_INTERPRET"
         if not own.takes(request.dtype.itemsize, request.head_dim):
             limits = f"{own.head_sizes[0]} to {own.head_sizes[-1]}"
             return f"head size {request.head_dim} is outside {limits}; use attention=naive"

@@ -65,16 +65,11 @@ class FlashAttn(Backend):
             return f"FlashAttention{version} is not installed (`{command}`); use attention=flash"
         generation = torch.cuda.get_device_properties(request.device).major
         if not any(generation in APIS[version].generations for version in installed):
-            versions = " or ".join(installed)
-            return (
-                f"FlashAttention {versions} does not run on GPUs of compute capability "
-                f"{generation}; use attention=flash"
-            )
+            versions, these = " or ".join(installed), f"GPUs of compute capability {generation}"
+            return f"FlashAttention {versions} does not run on {these}; use attention=flash"
         if request.deterministic:
-            return (
-                "it adds dq up in any order, which deterministic=true rules out; "
-                "use attention=flash"
-            )
+            reason = "it adds dq up in any order, which deterministic=true rules out"
+            return f"{reason}; use attention=flash"
         return beyond_flash_attention(request)
 
     def run(

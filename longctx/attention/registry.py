@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any, NamedTuple
 
 import torch
@@ -232,25 +233,42 @@ def _check_formula(name: str, backend: Backend, request: AttentionRequest, group
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 37, heads, request.head_dim) for heads in (2 * group, 2, 2)]
     of_device = request.device, request.dtype
-    q, k, v = (torch.randn(shape, generator=generator).to(*of_device) for shape in shapes)
+    qkv: Any = [torch.randn(shape, generator=generator).to(*of_device) for shape in shapes]
     numbers = [[0] * 17 + [1] * 5 + [2] * 15, [0] * 9 + [1] * 28]
     scores = Scores(softcap=2.0 if "softcap" in request.scores else None)
-    naive = Attention("naive", request.options if "score" in request.options else None)
+    attend: Any = Attention(name, request.options)
+    score = request.options.get("score", "none")
     for window in (None, 7):
         mask = Mask.documents(torch.tensor(numbers), window)
         if window is not None and backend.refusal(request._replace(mask=mask)):
             continue
-        out = Attention(name, request.options)(q, k, v, mask, scores).float()
-        exact = naive(q.float(), k.float(), v.float(), mask, scores)
-        score = f"attention.options.score={request.options.get('score')}"
-        remedy = "the optimizer has no numbers of it; a mixer may have such weights"
-        refuse((exact.requires_grad, f"{score}: {remedy}"))
+        # First, since a compiled backend hides the line of a mistake
+        exact = _by_formula(score, *(x.float() for x in qkv), mask, scores)
+        out = attend(*qkv, mask, scores).float()
         error = float((out - exact).norm() / exact.norm())
-        if not error <= max(1e-4, 4 * torch.finfo(request.dtype).eps):
-            raise ValueError(
-                f"attention={name} says that it is exact, and is {error:.1%} off attention=naive; "
-                "mend it, or write exact = False in its class"
-            )
+        differs = not error <= max(1e-4, 4 * torch.finfo(request.dtype).eps)
+        claim = f"attention={name} says that it is exact, and is {error:.1%} off attention=naive"
+        refuse((differs, f"{claim}; mend it, or write exact = False in its class"))
+
+
+def _by_formula(score: str, *inputs: Any) -> Tensor:
+    """Return what naive computes with the functions of `score`; ValueError names a mistake's line,
+    and functions that learn or make NaN.
+    """
+    file, name = SCORES[score][-1], f"attention.options.score={score}"
+    try:
+        exact = Attention("naive", {"score": score})(*inputs)
+    except Exception as error:  # of a plugin
+        frames = [x for x in extract_tb(error.__traceback__) if x.filename == file]
+        lines = [f", line {x.lineno}, in {x.name}" for x in frames]
+        problem = f"{name}: {file}{''.join(lines[-1:])}: {type(error).__name__}: {error}"
+        remedy = "it gets tensors: write torch.where for if, and &, | and ~ for and, or and not"
+        raise ValueError(f"{problem}; {remedy}") from error
+    learned = "the optimizer has no numbers of it; a mixer may have such weights"
+    is_finite = bool(exact.isfinite().all())
+    refuse((exact.requires_grad, f"{name}: {learned}"))
+    refuse((not is_finite, f"{name}: {file}: outputs are NaN; let it be finite for all positions"))
+    return exact
 
 
 def kernels_run() -> dict[str, str]:
@@ -526,13 +544,13 @@ def _lookup(backend: str, options: Mapping[str, Any]) -> Backend:
 
 def _refuse(name: str, backend: Backend, request: AttentionRequest) -> None:
     _refuse_parts(name, request.scores)
-    if reason := backend.refusal(request):
-        raise ValueError(f"attention={name} cannot run here: {reason}")
+    reason = backend.refusal(request)
+    refuse((reason, f"attention={name} cannot run here: {reason}"))
 
 
 def _refuse_parts(backend: str, parts: frozenset[str]) -> None:
-    if reason := DESCRIPTIONS[backend].lacks(parts):
-        raise ValueError(f"attention={backend} cannot run here: {reason}")
+    reason = DESCRIPTIONS[backend].lacks(parts)
+    refuse((reason, f"attention={backend} cannot run here: {reason}"))
 
 
 def _record(backend: str, kernel: str) -> None:
@@ -547,15 +565,14 @@ _record._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, **factors: float | None) -> None:
     qs, ks = q.shape, k.shape
     fit = len(qs) == 4 and len(ks) == 4 and ks == v.shape
-    if not fit or qs[0] != ks[0] or qs[3] != ks[3]:
+    # Libraries below divide by lengths: an empty tensor would end the process
+    if not fit or qs[0] != ks[0] or qs[3] != ks[3] or 0 in qs or 0 in ks:
         raise ValueError(
-            "attention takes q (B, Tq, Hq, D) and k, v (B, Tk, Hkv, D), "
-            f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+            "attention takes q (B, Tq, Hq, D) and k, v (B, Tk, Hkv, D), each from 1 up, "
+            f"got {tuple(qs)}, {tuple(ks)}, {tuple(v.shape)}"
         )
     if qs[2] % ks[2]:
-        raise ValueError(
-            f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key-value heads"
-        )
+        raise ValueError(f"{qs[2]} query heads are not a multiple of {ks[2]} key-value heads")
     if not q.dtype == k.dtype == v.dtype and not torch.is_autocast_enabled(q.device.type):
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if q.dtype not in DTYPES:

@@ -55,10 +55,8 @@ class Sdpa(Backend):
         Tq, Tk = q.shape[1], k.shape[1]
         lengths_fit = Tq == Tk and Tq % 128 == 0  # cuDNN is wrong for others: pytorch#196678
         if kernel == "cudnn" and not lengths_fit:
-            raise ValueError(
-                f"kernel=cudnn is trusted for Tq = Tk, a multiple of 128, not {Tq} and {Tk}; "
-                "use kernel=flash"
-            )
+            trusted = f"trusted for Tq = Tk, a multiple of 128, not {Tq} and {Tk}"
+            raise ValueError(f"kernel=cudnn is {trusted}; use kernel=flash")
         if kernel != "flash" and lengths_fit and not _not_cudnn(request):
             out, lse, ran = *_cudnn(q, k, v, mask, scale), "cudnn"
         else:
@@ -73,19 +71,14 @@ class Sdpa(Backend):
 
 def beyond_flash_attention(request: AttentionRequest) -> str | None:
     """Return why neither torch's nor the user's FlashAttention serves the request, or None."""
-    if request.dtype not in (torch.bfloat16, torch.float16):
-        return (
-            f"it takes bf16 and fp16, not {request.dtype}; use precision=bf16, or attention=flash"
-        )
-    if request.head_dim % 8 or request.head_dim > 256:
-        return (
-            f"head size {request.head_dim} must be a multiple of 8 up to 256; use attention=flash"
-        )
-    if request.mask is not None and request.mask.kind == "intervals":
-        return (
-            "it takes causal, windowed, packed and full masks, not free intervals; "
-            "use attention=flash"
-        )
+    dtype, size, mask = request.dtype, request.head_dim, request.mask
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bf16 and fp16, not {dtype}; use precision=bf16, or attention=flash"
+    if size % 8 or size > 256:
+        return f"head size {size} must be a multiple of 8 up to 256; use attention=flash"
+    if mask is not None and mask.kind == "intervals":
+        taken = "causal, windowed, packed and full masks, not free intervals"
+        return f"it takes {taken}; use attention=flash"
     return None
 
 

@@ -30,6 +30,8 @@ from longctx.runs import compile_cache
 from longctx.spec.model_config import GPTConfig
 
 Draw = Callable[[Tensor, Callable[[Tensor], Any]], None]  # (weight, what fills it at random)
+Backend = AttentionConfig | str  # or its name
+Memory = MemoryConfig | str  # or its policy
 
 
 class GPT(nn.Module):
@@ -47,10 +49,7 @@ class GPT(nn.Module):
     measured: Mapping[str, Tensor] = {}
 
     def __init__(
-        self,
-        config: GPTConfig,
-        attention: AttentionConfig | str = "flash",
-        memory: MemoryConfig | str = "fast",
+        self, config: GPTConfig, attention: Backend = "flash", memory: Memory = "fast"
     ) -> None:
         super().__init__()
         config.validate()
@@ -282,20 +281,14 @@ class GPT(nn.Module):
         return x
 
 
-def settings_of(
-    attention: AttentionConfig | str, memory: MemoryConfig | str
-) -> tuple[AttentionConfig, MemoryConfig]:
-    """Return both as settings; a word names a backend, or a policy of memory."""
+def settings_of(attention: Backend, memory: Memory) -> tuple[AttentionConfig, MemoryConfig]:
+    """Return both as settings."""
     attention = AttentionConfig(attention) if isinstance(attention, str) else attention
     memory = MemoryConfig(memory) if isinstance(memory, str) else memory
     memory.validate()
     return attention, memory.filled(memory.policy)
 
 
-def build(
-    config: GPTConfig,
-    attention: AttentionConfig | str = "flash",
-    memory: MemoryConfig | str = "fast",
-) -> GPT:
+def build(config: GPTConfig, attention: Backend = "flash", memory: Memory = "fast") -> GPT:
     """Return the model of `config`, by the class that computes its kind."""
     return pkgutil.resolve_name(config.implementation)(config, attention, memory)

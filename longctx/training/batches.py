@@ -49,11 +49,9 @@ def shared_data(run: Run, parallel: Parallel) -> Data:
     first, *others = parallel.all_gather_objects(data.fingerprint)
     for rank, found in enumerate(others, start=1):
         if found != first:
-            raise DataDiffers(
-                f"data={run.config.data.source}: ranks 0 and {rank} do not have the same "
-                "documents, tokenizer and split; give all ranks the same files, and change none "
-                "while the run starts"
-            )
+            remedy = "give all ranks the same files, and change none while the run starts"
+            differ = f"ranks 0 and {rank} have other documents, another tokenizer or split"
+            raise DataDiffers(f"data={run.config.data.source}: {differ}; {remedy}")
     return data
 
 

@@ -109,10 +109,7 @@ def locked(run: Run) -> Run:
         f"{key}: {before.get(key)!s:.12} -> {after.get(key)!s:.12}" for key in changed
     )
     if run.config.kernel.lock != "record":
-        raise ValueError(
-            f"resume={run.folder}: the attention kernels are not those of the run, so it would not "
-            f"continue as it was ({listed}); go back to those, or accept the new ones with "
-            "kernel.lock=record"
-        )
+        problem = f"resume={run.folder}: the attention kernels are not those of the run ({listed})"
+        raise ValueError(f"{problem}; go back to those, or accept these with kernel.lock=record")
     note = f"accepted others from step {run.steps_done + 1:,} on: {listed}"
     return replace(run, lock_note=note)

@@ -133,7 +133,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stops: Stops, saver: Saver) 
             row["epoch"] = sequences.epoch(step)
             callbacks.each("logged", row)
             log.record(row)
-            require_finite("loss", row.get("loss", 0.0), step, run)
+            require_finite("loss", row.get("loss", 0.0), step - meter.back, run)
 
         # Validate, and what callbacks do between two steps
         last = step == run.max_steps

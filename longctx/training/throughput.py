@@ -55,8 +55,8 @@ class Meter:
         self.window = start
         self.steps = 0
         self.steps_before = 0  # those of them before this process
-        # Loss, sums of the figures, their counts
-        self.sums = torch.zeros(1 + 2 * len(self.names), dtype=torch.float64, device=self.device)
+        # Loss, sums of the figures, their counts, and steps whose loss was finite on a rank
+        self.sums = torch.zeros(2 + 2 * len(self.names), dtype=torch.float64, device=self.device)
         # Target tokens, real tokens, all tokens, pairs; on the host
         self.counts = torch.zeros(4, dtype=torch.float64)
         self.waited = 0.0  # seconds for data
@@ -87,8 +87,9 @@ class Meter:
         `figures` the sums and counts of the objective's.
         """
         self.sums[0] += loss.double()
+        self.sums[-1] += self.sums[0].isfinite()
         if figures is not None:
-            self.sums[1:] += figures.flatten() * self.parallel.counted_once(1)
+            self.sums[1:-1] += figures.flatten() * self.parallel.counted_once(1)
         self.steps += 1
         for micro in batch:
             counted = micro.scored, micro.real, micro.tokens.numel(), micro.pairs
@@ -110,7 +111,9 @@ class Meter:
         the time per step between one step and the arrival of the next batch.
         """
         # The sums wait for the device, so the clock is read after them
-        (loss, *figures), (scored, real, everything, pairs) = self._over_ranks()
+        (loss, *figures, finite), (scored, real, everything, pairs) = self._over_ranks()
+        # From this step back to the first whose loss is not finite, if one is not
+        self.back = self.steps - self.steps_before - int(finite) // self.parallel.ranks - 1
         ended = time.perf_counter()
         elapsed = max(ended - self.window, 1e-9)
         self.tokens_seen += int(real)
@@ -153,7 +156,7 @@ class Meter:
 
     def state(self) -> dict[str, Any]:
         """Return the plain values for a checkpoint, summed over the ranks; all ranks call it."""
-        (loss, *figures), counts = self._over_ranks()
+        (loss, *figures, _), counts = self._over_ranks()
         ended = time.perf_counter()
         return {
             "tokens_seen": self.tokens_seen,
@@ -176,7 +179,8 @@ class Meter:
         # The saved sums are over all ranks, so only one rank may add them
         if self.parallel.is_first:
             self.counts += torch.tensor(state["counts"])
-            self.sums.copy_(torch.tensor([state["loss"], *state["figures"]], dtype=torch.float64))
+            saved = torch.tensor([state["loss"], *state["figures"]], dtype=torch.float64)
+            self.sums[:-1].copy_(saved)
 
     def _over_ranks(self) -> tuple[list[float], list[float]]:
         """Return sums and counts of this window over all ranks; waits for the device."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from longctx import plugins
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
 from longctx.runs import checkpoints
@@ -73,10 +74,8 @@ class TrainState:
         # Such a state is never saved, so no checkpoint before it is deleted
         names = parallel.all_gather_objects(checkpoints.not_finite(self.tensors()))
         if name := next(filter(None, names), None):
-            raise FloatingPointError(
-                f"{name} is not finite after step {step}, so that is not saved; "
-                f"{smaller_steps(self.run)}"
-            )
+            problem = f"{name} is not finite after step {step}, so that is not saved"
+            raise FloatingPointError(f"{problem}; {advice(self.run, step)}")
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Continue from `checkpoint`, bit for bit."""
@@ -91,17 +90,19 @@ class TrainState:
 
 
 def require_finite(name: str, value: float, step: int, run: Run) -> None:
-    """Raise FloatingPointError unless `value` is finite."""
-    if math.isfinite(value):
-        return
-    advice = smaller_steps(run)
+    """Raise FloatingPointError unless `value`, which is of `step`, is finite."""
+    if not math.isfinite(value):
+        problem = f"the {name} is {value}, not a finite number, at step {step}"
+        raise FloatingPointError(f"{problem}; {advice(run, step)}")
+
+
+def advice(run: Run, step: int) -> str:
+    """Return what to look at, plugins first, if a number of `step` is not finite."""
+    init, rates = run.config.init, f"lr={run.lr} warmup_steps={run.warmup_steps}"
+    remedy = f"try a smaller lr or longer warm-up ({rates})"
     if not step:
-        init = run.config.init
         cause = f"init={init}" if init else f"model.init_std={run.workload.model.init_std}"
-        advice = f"the weights that the run begins with make it so ({cause})"
-    raise FloatingPointError(f"the {name} is {value} at step {step}; {advice}")
-
-
-def smaller_steps(run: Run) -> str:
-    """Return advice for a run that diverges."""
-    return f"try a smaller lr or longer warm-up (lr={run.lr} warmup_steps={run.warmup_steps})"
+        remedy = f"the weights that the run begins with make it so ({cause})"
+    named = plugins.as_typed(run.config.plugins or [])
+    is_plain = named == plugins.as_typed([])
+    return remedy if is_plain else f"does `longctx check` find NaN in {named}? If not: {remedy}"

@@ -26,6 +26,7 @@ from longctx.planner.peak_memory import predict
 from tests.planner.steps import with_policy
 
 q = torch.randn(1, 5, 2, 16)
+EVERY = ("naive", "sdpa", "flash", "flex", "flash_attn")
 CPU = {"device": "cpu", "dtype": torch.bfloat16, "head_dim": 64}
 
 
@@ -44,7 +45,7 @@ CPU = {"device": "cpu", "dtype": torch.bfloat16, "head_dim": 64}
         (lambda: attention(q, q, q, softcap=0.0), "softcap=0.0 must be"),
         (lambda: attention(q, q, q, backend="sdpa", softcap=3.0), "use attention=flash or naive"),
         (lambda: attention(q, q, q, backend="flash_attn", softcap=3.0), "=flash or naive"),
-        (lambda: attention(q, q, q, sinks=torch.zeros(3)), "one for each of 2 heads"),
+        *((lambda b=b: attention(*[q[:, :0]] * 3, backend=b), "from 1 up") for b in EVERY),
         (lambda: attention(q, q, q, sinks=torch.zeros(2, 1)), "one for each of 2 heads"),
         (lambda: attention(q, q, q, scale=torch.tensor(0.3)), "a tensor gets no gradient"),
         (lambda: Attention("flahs"), "attention=flahs"),

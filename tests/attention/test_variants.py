@@ -48,6 +48,10 @@ def of_places(score, b, h, q_idx, kv_idx):
     return score + torch.cos(q_idx * 0.3 + kv_idx * kv_idx * 0.1) * (h + 1)
 
 
+def branches(score, b, h, q_idx, kv_idx):
+    return score if q_idx > kv_idx else 0 * score
+
+
 class Dilated(Naive):
     """Every second key, its own among them."""
 
@@ -223,9 +227,16 @@ def test_a_backend_that_only_says_it_is_exact_is_refused():
     for name in ("liar", "shortsighted"):
         with pytest.raises(ValueError, match=f"attention={name} says that it is exact"):
             check(name, **sizes)
-    register_score("learned", lambda score, *_: score * torch.ones(1, requires_grad=True))
-    with pytest.raises(ValueError, match="score=learned: the optimizer has no numbers of it"):
-        check("naive", **sizes, options={"score": "learned"})
+    learned = lambda score, *_: score * torch.ones(1, requires_grad=True)  # noqa: E731
+    for name, function, message in (
+        ("learned", learned, "the optimizer has no numbers of it"),
+        ("branches", branches, r"test_variants\.py, line \d+, in branches: .* torch\.where"),
+        ("narrow", lambda score: score, "takes 1 positional argument but 5 were given"),
+        ("nan", lambda score, *_: score.log(), r"test_variants\.py: outputs are NaN"),
+    ):
+        register_score(name, function)
+        with pytest.raises(ValueError, match=rf"^attention\.options\.score={name}: .*{message}"):
+            check("naive", **sizes, options={"score": name})
 
 
 WORDS = [

@@ -24,12 +24,8 @@ MARKED = Path(__file__).with_name("marked_evaluation.py")
 # Four ranks that somebody else has started
 RANKS = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1"}
 DOCUMENTS = ["split=train", "documents=7", "seq_len=61", "batch_size=3", "contexts=[9,61]"]
-PASSKEYS = [
-    "passkey=true",
-    "passkey.samples=3",
-    "passkey.lengths=[600,501]",
-    "passkey.depths=[0,1]",
-]
+PASSKEYS = ["passkey=true", "passkey.samples=3"]
+PASSKEYS += ["passkey.lengths=[600,501]", "passkey.depths=[0,1]"]
 TASKS = ["tasks=[my_choice,my_text,my_answer]", "tasks_path={tasks}", "seq_len=61", "batch_size=2"]
 
 
@@ -79,13 +75,9 @@ def test_a_lost_process_ends_the_evaluation(run, tmp_path):
     (tmp_path / "long.txt").write_text("a rose is a rose is a violet\n" * 100_000)
     overrides = ["data=text", f"data.path={tmp_path / 'long.txt'}", "stride=1", "devices=2"]
     own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MARKS": str(tmp_path)}
-    process = subprocess.Popen(
-        [sys.executable, str(MARKED), f"checkpoint={run}", "device=cpu", *overrides],
-        env=os.environ | own,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, str(MARKED), f"checkpoint={run}", "device=cpu", *overrides]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=os.environ | own, **pipes)
     while not (tmp_path / "1").exists():
         assert process.poll() is None
         time.sleep(0.1)

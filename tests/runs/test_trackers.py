@@ -202,12 +202,8 @@ def test_the_workspace_has_every_metric_once_over_tokens(monkeypatch):
     panels = [panel for section in saved.values() for panel in section]
     kinds = {"Run History Line Plot", "Scatter Plot", "Bar Chart"}
     assert {panel["view_type"] for panel in panels} == kinds
-    titles = [
-        key
-        for panel in panels
-        if panel["view_type"] == "Run History Line Plot"
-        for key in panel["config"]["chart_title"].split(", ")
-    ]
+    curves = [x["config"] for x in panels if x["view_type"] == "Run History Line Plot"]
+    titles = ", ".join(curve["chart_title"] for curve in curves).split(", ")
     families = {f"{metrics.BY_POSITION}/*", f"{metrics.FACTS_FOUND}/*"}
     shown = {x.key for x in metrics.METRICS if not x.hidden} - {"step"} | families
     assert sorted(titles) == sorted(shown)

@@ -52,12 +52,8 @@ def row(*lengths: int, padding: int = 0) -> dict[str, torch.Tensor]:
         targets[end - 1] = IGNORED
     if padding:
         targets[-padding:] = IGNORED
-    return {
-        "tokens": torch.arange(len(doc_ids)),
-        "targets": targets,
-        "doc_ids": doc_ids,
-        "padding": torch.tensor(padding),
-    }
+    tokens = {"tokens": torch.arange(len(doc_ids)), "targets": targets}
+    return {**tokens, "doc_ids": doc_ids, "padding": torch.tensor(padding)}
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:

@@ -61,10 +61,16 @@ def test_weights_that_are_no_numbers_are_not_saved(overrides, tmp_path, monkeypa
         "longctx.training.learning_rate.Schedule.rate",
         lambda schedule, step: float("nan") if step else 0.1,
     )
-    every = {"log_every": 30, "val_every": 30, "checkpoint_every": 3}
-    assert train.main(overrides(name="r", max_steps=30, **every)) == 1
-    assert "gradient norm is nan at step 3" in capsys.readouterr().err
-    assert not run_folder.checkpoints(tmp_path / "runs" / "r")
+    (tmp_path / "own.py").write_text("")
+    for name, changes, message in (
+        ("r", {}, "gradient norm is nan, not a finite number, at step 3; try a smaller lr"),
+        ("first", {"log_every": 5, "checkpoint_every": 30}, "the loss is nan, .*, at step 3; try"),
+        ("own", {"plugins": [str(tmp_path / "own.py")]}, "step 3; does .*own.py.\\? If not: try"),
+    ):
+        every = {"log_every": 30, "val_every": 30, "checkpoint_every": 3} | changes
+        assert train.main(overrides(name=name, max_steps=30, **every)) == 1
+        assert re.search(message, capsys.readouterr().err)
+        assert not run_folder.checkpoints(tmp_path / "runs" / name)
 
 
 @pytest.mark.parametrize("kind", ["weight", "average"])

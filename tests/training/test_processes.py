@@ -41,15 +41,9 @@ def one_thread() -> Iterator[None]:
 
 def begin(command: list[str], cwd: Path, **variables: str) -> subprocess.Popen[str]:
     """Start Python with `command` in a process group of its own."""
-    return subprocess.Popen(
-        [sys.executable, *command],
-        cwd=cwd,
-        env=os.environ | ENVIRONMENT | variables,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    alone = {"env": os.environ | ENVIRONMENT | variables, "start_new_session": True}
+    return subprocess.Popen([sys.executable, *command], cwd=cwd, **pipes, **alone)
 
 
 def start(overrides: list[str], cwd: Path) -> subprocess.Popen[str]:

@@ -52,6 +52,14 @@ class LatentAttention(Mixer):
         return given["q_rank"], given["kv_rank"] or 4 * size, given["value_size"] or size
 
     @classmethod
+    def problem(cls, spec: MixerSpec) -> str | None:
+        # Kernels have one size of heads, so values are padded to that of keys
+        sizes, most = cls.sizes(spec), spec.softmax.model.head_size
+        fits = sizes[0] >= 0 and sizes[1] > 0 and 0 < sizes[2] <= most
+        rule = f"give ranks from 1, and value_size up to {most}, the size of a key"
+        return super().problem(spec) if fits else f"q_rank, kv_rank, value_size={sizes}: {rule}"
+
+    @classmethod
     def called(cls, spec: MixerSpec) -> dict[str, Any]:
         # Kernels have one size of heads
         return {"head_dim": spec.model.head_size + spec.rope.size, "kv_heads": spec.model.heads}

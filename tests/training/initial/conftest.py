@@ -30,16 +30,9 @@ def saved_model(
     """The folder of a model for 96 tokens in `dtype`, with a tokenizer of the corpus."""
     folder = tmp_path / "models" / "Small-1.5"
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        kind,
-        vocab_size=320,
-        max_position_embeddings=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        dtype=str(dtype).removeprefix("torch."),
-        **sizes,
-    )
+    own = {"vocab_size": 320, "max_position_embeddings": 96, "num_hidden_layers": 2}
+    own |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(kind, dtype=str(dtype).removeprefix("torch."), **own, **sizes)
     AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder)
     texts = [file.read_text() for file in sorted(corpus.iterdir())]
     bpe.train(texts, 310).save(folder / "tokenizer.json")
