@@ -27,6 +27,7 @@ from longctx.spec.step import LONGEST_ROW, Workload
 HOST_LEFT = 12 * 2**30  # bytes of host memory left to the process, its libraries and the data
 LEFT_FREE = 0.05  # of the GPU, if no dry run checks a decision
 LEAST_FREE = 0.4 * GIB  # gaps between tensors are no smaller on a small card
+AS_FAST = 0.99  # of the fastest settings' speed: predictions are no finer
 SURE = 0.95  # a speed of less than this share of another is slower
 CLEARLY_FASTER = 1.1  # times another backend's speed, to be told at the start
 # Values that memory=auto tries with each policy for keys left null, the plain ones first.
@@ -133,21 +134,21 @@ def room(chip: Chip) -> float:
 def first_that_fits(
     workload: Workload, gpu: float, host: float, chip: Chip = CPU
 ) -> Workload | None:
-    """Return `workload` within so many bytes of GPU and host memory, as fast as it goes on `chip`;
-    of an unknown one as plain as it goes.
+    """Return `workload` within so many bytes of GPU and host memory: of the settings AS_FAST as any
+    on `chip` those that take least, the host's memory last; of an unknown chip the plainest.
     """
 
     def step(memory: MemoryConfig) -> Workload:
         return replace(workload, memory=memory)
 
     # A way's first step is its fastest. If it is slower than a step found so far, the way is not
-    # tried.
+    # tried. An unknown chip has no speeds, so its first is the only one.
     each = ways(workload)
     promised = [tokens_per_second(step(way[0][0]), chip) for way in each]
-    best, speed = len(each), -1.0
-    fastest: list[MemoryConfig] = []
+    found: list[tuple[float, Workload]] = []
     for n in sorted(range(len(each)), key=lambda n: -promised[n]):
-        if (promised[n], -n) < (speed, -best):
+        least = AS_FAST * max((own for own, _ in found), default=-1.0)
+        if promised[n] <= least:
             break
         # With most ways no share leaves room on the GPU. The smallest that does is the fastest, and
         # takes least of the host.
@@ -155,13 +156,11 @@ def first_that_fits(
         if predict(step(largest[-1]), gpu).peak > gpu:
             continue
         i = bisect_left(others, True, key=lambda share: predict(step(share[-1]), gpu).peak <= gpu)
-        share = each[n][i]
-        if not fits(step(share[-1]), gpu, host):
-            continue
-        own = tokens_per_second(step(share[-1]), chip)
-        if (own, -n) > (speed, -best):  # of equal ones the plainest
-            best, speed, fastest = n, own, share
-    return next((step(memory) for memory in fastest if fits(step(memory), gpu, host)), None)
+        share = map(step, each[n][i])
+        if fit := next((smaller for smaller in share if fits(smaller, gpu, host)), None):
+            found.append((tokens_per_second(fit, chip), fit))
+    as_fast = [fit for own, fit in found if own >= AS_FAST * max(speed for speed, _ in found)]
+    return min(as_fast, key=lambda fit: (on_host(fit) > 0, predict(fit).peak), default=None)
 
 
 def decide(workload: Workload, chip: Chip, host: float, merge: bool = False) -> Workload:
