@@ -41,7 +41,7 @@ class GPT(nn.Module):
     GPU or the host.
     """
 
-    # The class that decodes it, if that is not `Decoder`
+    # Class that decodes this model; None: `Decoder`
     decoder: ClassVar[Any] = None
     # True if the length of a document changes the frequencies of its positions
     follows_length = False

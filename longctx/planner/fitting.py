@@ -134,8 +134,10 @@ def room(chip: Chip) -> float:
 def first_that_fits(
     workload: Workload, gpu: float, host: float, chip: Chip = CPU
 ) -> Workload | None:
-    """Return `workload` within so many bytes of GPU and host memory: of the settings AS_FAST as any
-    on `chip` those that take least, the host's memory last; of an unknown chip the plainest.
+    """Return `workload` within so many bytes of GPU and host memory, or None.
+
+    Of the settings AS_FAST as any on `chip`, those without host memory come first, then those with
+    least GPU memory; of an unknown chip the plainest.
     """
 
     def step(memory: MemoryConfig) -> Workload:

@@ -46,6 +46,7 @@ CPU = {"device": "cpu", "dtype": torch.bfloat16, "head_dim": 64}
         (lambda: attention(q, q, q, backend="sdpa", softcap=3.0), "use attention=flash or naive"),
         (lambda: attention(q, q, q, backend="flash_attn", softcap=3.0), "=flash or naive"),
         *((lambda b=b: attention(*[q[:, :0]] * 3, backend=b), "from 1 up") for b in EVERY),
+        (lambda: attention(q, q, q, sinks=torch.zeros(3)), "one for each of 2 heads"),
         (lambda: attention(q, q, q, sinks=torch.zeros(2, 1)), "one for each of 2 heads"),
         (lambda: attention(q, q, q, scale=torch.tensor(0.3)), "a tensor gets no gradient"),
         (lambda: Attention("flahs"), "attention=flahs"),
