@@ -48,6 +48,8 @@ def test_tune_on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("LONGCTX_LAUNCH", str(path))
     few = {name: tune.portable_candidates(name)[:2] for name in launch.PORTABLE}
     monkeypatch.setattr(tune, "portable_candidates", few.__getitem__)
+    variations = tune.variations
+    monkeypatch.setattr(tune, "variations", lambda config: [*variations(config)][:1])
     path.write_text("{}")
     measured.cache_clear()
     assert main(["tune", "head_sizes=64", "lengths=1024", f"out={path}"]) == 0
