@@ -203,6 +203,9 @@ def pinned(numel: int, dtype: torch.dtype, for_gpu: bool = True) -> Tensor:
     memory.zero_()
     code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if code != 0:
+        # CUDA keeps the error for the next kernel of torch, which would raise it: one may now
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")
         raise MemoryError(f"{amount} could not be pinned (CUDA error {code})")
     pages.unpin = partial(torch.cuda.cudart().cudaHostUnregister, memory.data_ptr())
     return memory[:nbytes].view(dtype)

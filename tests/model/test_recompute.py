@@ -382,6 +382,16 @@ def test_without_host_memory_what_is_missing_stays_on_the_device(saved, monkeypa
     assert len(HostBuffers._pool) < 10
 
 
+@pytest.mark.gpu
+def test_memory_that_cannot_be_pinned_leaves_no_error(monkeypatch):
+    pages = offload._Pages(-1, 4096)
+    monkeypatch.setattr(offload, "_Pages", lambda *_, **__: pages)
+    pinned(1024, torch.float32)
+    with pytest.raises(MemoryError, match="could not be pinned"):  # its pages are pinned already
+        pinned(1024, torch.float32)
+    assert torch.ones(1, device="cuda").item() == 1
+
+
 def test_host_memory_is_given_back_but_for_what_a_forward_pass_holds(saved, monkeypatch):
     monkeypatch.setattr(HostBuffers, "_pool", {})
     model = make(WAYS["host"])
