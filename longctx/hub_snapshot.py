@@ -42,9 +42,7 @@ def model_name(text: str) -> ModelName | None:
 
 
 def pinned(text: str, key: str) -> str:
-    """Return `text`, given as `key`, with the commit that its revision means now; a path as it is.
-    Raises as `folder`.
-    """
+    """Return `text` with the commit that its revision means now; a path as it is."""
     name = model_name(text)
     return text if name is None else f"{name.repo}@{folder(text, key, is_pinned=False).name}"
 

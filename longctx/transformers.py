@@ -342,9 +342,7 @@ def layers_to_check(config: Any) -> int:
 
 
 def lengths_to_check(window: int | None, limit: int) -> list[int]:
-    """Return the tokens of two documents: the first longer than a window of usual size, both short
-    enough for eager attention.
-    """
+    """Return the tokens of two documents, the first longer than a usual window."""
     first = (window or 0) + 29 if (window or 0) < LONG else 61
     return [max(2, min(limit, tokens)) for tokens in (first, 37)]
 

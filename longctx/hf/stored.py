@@ -66,9 +66,7 @@ def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def inventory(folder: Path) -> dict[str, Stored]:
-    """Every tensor in the safetensors of `folder`, one file or the shards that an index names, from
-    their headers.
-    """
+    """Return every tensor in the safetensors of `folder`, from their headers."""
     stored: dict[str, Stored] = {}
     for name in [SINGLE] if os.path.lexists(folder / SINGLE) else shards_of(folder):
         header = _header(folder / name)
@@ -87,9 +85,7 @@ def inventory(folder: Path) -> dict[str, Stored]:
 
 
 def shards_of(folder: Path) -> list[str]:
-    """Return the files that an index names; only safetensors beside it are accepted. Without an
-    index there is one file.
-    """
+    """Return the safetensors that an index names, beside it; without an index one file."""
     index = folder / INDEX
     if not os.path.lexists(index):
         return [SINGLE]

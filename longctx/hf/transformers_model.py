@@ -344,9 +344,7 @@ class TransformersModel(GPT):
         return {name for name, weight in self.named_parameters() if weight.ndim > 1} - self.exact
 
     def linears(self) -> Iterator[tuple[Any, str, str, bool]]:
-        """Yield block, path in it, and target of LoRA of every linear layer; and True, since
-        lora.base packs its weight.
-        """
+        """Yield block, path, target of LoRA, and True, since lora.base packs the weight."""
         for block in self.blocks:
             for path, _, target in linears_of(block):
                 yield block, path, target, True
@@ -361,9 +359,7 @@ class TransformersModel(GPT):
         return normed
 
     def computed(self, **inputs: Any) -> Any:
-        """Return the outputs of the decoder; matrices in 16 bits need autocast, since some layers
-        compute in fp32.
-        """
+        """Return the decoder's outputs; in 16 bits under autocast, as layers compute in fp32."""
         kind, dtype = self.embed.weight.device.type, self.embed.weight.dtype
         if dtype == torch.float32 or torch.is_autocast_enabled(kind):
             return self.backbone(**inputs)

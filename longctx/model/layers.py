@@ -242,7 +242,7 @@ class Block(nn.Module):
         self.mlp = described.mlp.build() if described.mlp.inner else None
         self.mlp_out_norm = optional(described.mlp_out_norm)
         self.out_factor = optional(described.out_factor)
-        self.branch_scale = described.branch_scale
+        self.mlp_scale, self.branch_scale = described.mlp_scale, described.branch_scale
         self.is_parallel, self.shares_norm = described.is_parallel, described.shares_norm
         self.reads_normed = self.attention.reads_input or self.shares_norm
         # The gradient of a norm needs its input, so the MLP's value is computed for it.
@@ -282,6 +282,7 @@ class Block(nn.Module):
             x, normed = self.mlp_norm.add_and_norm(x, branch)
         if self.mlp is None:
             return self.out_factor(x)
+        normed = normed if self.mlp_scale == 1 else normed * self.mlp_scale
         branch = self.mlp_out_norm(self.mlp(normed, needs_value or self.always_needs_value))
         return self.out_factor(x + self.scaled(branch))
 

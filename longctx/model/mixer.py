@@ -107,13 +107,14 @@ class Mixer(nn.Module):
     exact: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, part: MixerSpec, backend: AttentionConfig) -> None:
-        # Softmax attention makes its own weights
+        # Softmax attention makes its own weights, and inside a mixer too: a dot is in their names
         own = part.softmax if isinstance(self, SelfAttention) else None
         super().__init__(*(() if own is None else (own, backend)))
         self.part, self.backend = part, backend
         try:
             for linear in part.linears[len(own.linears) if own else 0 :]:
-                self.add_module(linear.name, Linear(linear.columns, linear.outputs, bias=False))
+                if "." not in linear.name:
+                    self.add_module(linear.name, Linear(linear.columns, linear.outputs, bias=False))
             for name, _ in part.vectors[len(own.vectors) if own else 0 :]:
                 shape = part.shapes[name]
                 zeros = torch.zeros(sum(rows_of(shape)), *shape[1:])

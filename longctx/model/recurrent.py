@@ -97,7 +97,7 @@ class Recurrent(Mixer):
         are_counts = all(type(number) is int and number > 0 for number in sizes)
         fits = are_counts and sizes.value_heads % sizes.key_heads == 0 and max(sizes[2:]) <= 256
         rule = "each from 1, value heads a multiple of key heads, sizes at most 256"
-        return None if fits else f"{sizes}: {rule}"
+        return super().problem(spec) if fits else f"{sizes}: {rule}"
 
     @classmethod
     def refusal(cls, device: str) -> str | None:

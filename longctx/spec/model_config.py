@@ -35,6 +35,7 @@ class Multipliers(Group):
 
     prefix = "model.multipliers."
     embedding: float = key(1.0, "factor of the embedded tokens, as in Gemma and Granite", above=0)
+    mlp: float = key(1.0, "factor of what MLP or experts read, as in Falcon-H1", above=0)
     residual: float = key(1.0, "factor of what attention and MLP add, as in Granite", above=0)
     logits: float = key(1.0, "factor of the logits, as in Granite", above=0)
     logit_softcap: float | None = key(None, "c: logits become c · tanh(logit / c)", above=0)
@@ -171,6 +172,7 @@ class GPTConfig(mixers.MixerKeys):
             self._attention(layer),
             self.norm("mlp_norm", folder) if before_mlp else None,
             mlp,
+            self.multipliers.mlp,
             self.multipliers.residual,
             self.norm("attention_out_norm", "post_attention_layernorm") if has_after else None,
             self.norm("mlp_out_norm", out_folder) if after_mlp else None,

@@ -307,9 +307,9 @@ class BlockSpec:
     attention: AttentionSpec
     mlp_norm: Norm | None
     mlp: FeedForward
+    mlp_scale: float = 1.0  # factor of what the MLP reads
     branch_scale: float = 1.0  # factor of what attention and MLP add to the residual stream
-    # of what attention and MLP add to the residual stream, if it is normalized
-    attention_out_norm: Norm | None = None
+    attention_out_norm: Norm | None = None  # of that, if it is normalized
     mlp_out_norm: Norm | None = None
     is_parallel: bool = False
     out_factor: Norm | None = None  # of the sum of the residual stream and both

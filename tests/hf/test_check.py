@@ -113,7 +113,7 @@ def test_each_fault_is_found(fault, capsys, monkeypatch):
 @pytest.mark.slow  # a process of its own, which forks two for each
 def test_every_check_of_a_cpu_passes(tmp_path):
     files = [f"{ROOT}/examples/{name}.py" for name in ("fox", "xsa", "differential")]
-    names = ["gdn", "kda", "mamba2", "mla", *files]
+    names = ["gdn", "kda", "mamba2", "falcon", "mla", *files]
     each = "from longctx.hf.check import check; sys.exit(any([check(x) for x in sys.argv[1:]]))"
     process = finished("-c", [f"import sys; {each}", *names], tmp_path)
     assert process.returncode == 0, process.stdout + process.stderr

@@ -131,6 +131,7 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
         x = x + branch * c.multipliers.residual
         if c.norms != "shared":
             normed = norm(before if c.norms == "parallel" else x, of, "mlp_norm")
+        normed = normed * c.multipliers.mlp
         if n in c.no_mlp:
             continue
         if c.has_experts(n):

@@ -56,7 +56,8 @@ def read_model(folder: str | Path) -> tuple[Family, GPTConfig]:
     family = FAMILIES[model_type]
     # Such as a number in the place of a list
     try:
-        return family, replace(family.read(source), source=dict(source))
+        config = family.read(source.with_keys(**family.defaults | source))
+        return family, replace(config, source=dict(source))
     except (AttributeError, IndexError, TypeError, KeyError) as error:
         reason = f"{type(error).__name__}: {files.one_line(error)}"
         raise source.error(f"its keys are not as transformers writes them ({reason})") from error
@@ -111,7 +112,7 @@ def write_config(config: GPTConfig, context: int) -> dict[str, Any]:
         names = {x for x, key in family.aliases.items() if key == "max_position_embeddings"}
         keys |= dict.fromkeys(["max_position_embeddings", *names], context)
         with suppress(ValueError):
-            found = family.read(ConfigJson(Path("config.json"), keys))
+            found = family.read(ConfigJson(Path("config.json"), family.defaults | keys))
             if _comparable(found, context) == wanted:
                 return keys
     features = {**vars(config), "source": {}}

@@ -87,9 +87,7 @@ class ConfigJson(dict[str, Any]):
         return "rope_scaling" if self.get("rope_scaling") else "rope_parameters"
 
     def rope(self) -> tuple[float, dict[str, Any]]:
-        """The base of the rotary frequencies and their scaling, {} for none, with transformers'
-        defaults filled in.
-        """
+        """Return RoPE's base and scaling, {} for none, with transformers' defaults filled in."""
         place = self.rope_key
         rope = self.get(place) or {}
         for key, value in rope.items():

@@ -73,9 +73,7 @@ class Family:
     options: dict[str, str] = field(default_factory=dict)
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        """Return the keys of GPTConfig that no table holds, but for windows, as config.json says
-        them.
-        """
+        """Return the keys of GPTConfig that no table holds, but for windows."""
         return {}
 
     def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
@@ -165,7 +163,6 @@ class Family:
         """Return the model of a config.json; ValueError names the first key that GPT lacks."""
         if self.rope and not (source.get("rope_parameters") or source.get("rope_scaling")):
             source = source.with_keys(rope_parameters=self.rope)
-        source = source.with_keys(**self.defaults | source)
         for other, key in self.aliases.items():
             if source.get(other) is not None:
                 source = source.with_keys(**{key: source.size(other)})

@@ -133,9 +133,7 @@ class GptNeox(Family):
 
 
 class BalancedExperts(Family):
-    """The loss that balances experts is trained only with output_router_logits, as in transformers,
-    whatever its coefficient.
-    """
+    """Experts are balanced only with output_router_logits, as in transformers."""
 
     def read(self, source: ConfigJson) -> GPTConfig:
         # Here, since a coefficient of 0 must stay allowed
@@ -185,15 +183,6 @@ class Gemma4(TwoRopes):
     def write_rope(self, config: GPTConfig) -> dict[str, Any]:
         # transformers would take older keys for the parameters of each kind
         return {"rope_parameters": super().write_rope(config)["rope_parameters"]}
-
-
-class GptOss(BalancedExperts):
-    """Its folders may be in MXFP4."""
-
-    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        method = (source.get("quantization_config") or {}).get("quant_method", "mxfp4")
-        source.refuse_unless("quantization_config.quant_method", method, ("mxfp4",))
-        return {}
 
 
 class Afmoe(Family):

@@ -79,6 +79,16 @@ class Qwen3Next(Qwen3Moe, Qwen35):
 class Mamba(HybridFamily):
     """Layers of Mamba-2, and experts or none."""
 
+    def read(self, source: ConfigJson) -> GPTConfig:
+        if "mamba_d_head" in self.options:
+            heads, size = source.size("mamba_n_heads"), source["mamba_d_head"]
+            width = source.size("mamba_expand") * source.size("hidden_size")
+            width = source.get("mamba_d_ssm") or width
+            size = width // heads if size == "auto" else size
+            source.refuse_unless("mamba_n_heads · mamba_d_head", heads * size, (width,))
+            source = source.with_keys(mamba_d_head=size)
+        return super().read(source)
+
     def without_experts(self) -> Self:
         """Return the same for a model without experts, whose keys change nothing."""
 
@@ -103,13 +113,8 @@ class GraniteHybrid(Mamba, BalancedExperts):
     """
 
     def read(self, source: ConfigJson) -> GPTConfig:
-        source = source.with_keys(**self.defaults | source)
-        heads, size = source.size("mamba_n_heads"), source["mamba_d_head"]
-        width = source.size("mamba_expand") * source.size("hidden_size")
-        size = width // heads if size == "auto" else size
-        source.refuse_unless("mamba_n_heads · mamba_d_head", heads * size, (width,))
         family = self.without_experts() if source.get("num_local_experts") == 0 else self
-        return super(GraniteHybrid, family).read(source.with_keys(mamba_d_head=size))
+        return super(GraniteHybrid, family).read(source)
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         without = 0 if source.get("position_embedding_type") == "rope" else layers
@@ -161,6 +166,30 @@ class NemotronH(Mamba):
             yield piece._replace(theirs=LAYER.sub(numbered, piece.theirs))
 
 
+class FalconH1(Mamba):
+    """Every layer is attention next to Mamba-2. Factors that commute with what follows are ours."""
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        names = "attention_in", "attention_out", "key", "ssm_in", "ssm_out"
+        numbers = (source.number(f"{name}_multiplier", 1.0) for name in names)
+        attention_in, attention_out, keys, ssm_in, ssm_out = numbers
+        # silu(f g) u is that of an input times f, over f
+        gate, down = source.get("mlp_multipliers") or (1.0, 1.0)
+        residual = down / gate
+        z, x, B, C, rate = (ssm_in * f for f in source.get("ssm_multipliers") or [1.0] * 5)
+        options = {ours: source.size(key) for key, ours in self.options.items()}
+        options |= {"C_factor": C, "B_factor": B, "x_factor": x, "rate_factor": rate}
+        options |= {"gate_factor": z, "out_factor": ssm_out / residual}
+        options["attention_factor"] = attention_in * attention_out / residual
+        size = source.get("head_dim") or source["hidden_size"] // source["num_attention_heads"]
+        return {
+            "mixer_options": {"falcon": options},
+            "attention_scale": attention_in**2 * keys * size**-0.5,
+            "multipliers.residual": residual,
+            "multipliers.mlp": gate,
+        }
+
+
 class OlmoHybrid(HybridFamily):
     """The state may have negative eigenvalues; without a rope_theta there are no positions."""
 
@@ -203,7 +232,6 @@ class Latent(Family):
     """Latent attention in every layer."""
 
     def read(self, source: ConfigJson) -> GPTConfig:
-        source = source.with_keys(**self.defaults | source)
         names = "qk_nope_head_dim", "qk_rope_head_dim", "num_attention_heads"
         size, rotary, heads = map(source.size, names)
         # As transformers writes them
@@ -249,7 +277,6 @@ class Mistral4(Latent, Ministral3):
     """Rotary channels are a share of all, which stands among the rope_parameters."""
 
     def read(self, source: ConfigJson) -> GPTConfig:
-        source = source.with_keys(**self.defaults | source)
         rotary = source.size("qk_rope_head_dim")
         size, place = rotary + source.size("qk_nope_head_dim"), source.rope_key
         parameters = dict(source.get(place) or self.rope)

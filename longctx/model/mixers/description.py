@@ -110,7 +110,7 @@ class MixerSpec(AttentionSpec):
         stacked = {name: (rows_of(x), x[1]) for name, x in self.shapes.items() if len(x) == 2}
         # `pieces` has the names of their tensors
         return tuple(
-            LinearSpec(name, ("",) * len(rows), rows, columns, False, name == "out")
+            LinearSpec(name, ("",) * len(rows), rows, columns, False, name.split(".")[-1] == "out")
             for name, (rows, columns) in stacked.items()
         )
 
@@ -134,7 +134,7 @@ class MixerSpec(AttentionSpec):
     @property
     def query_size(self) -> int:
         """Return the width of the output of its `forward`."""
-        return int(self.shapes.get("out", (0, self.size))[1])
+        return sum(x.columns for x in self.linears if x.into_residual) or self.size
 
     @property
     def gate_size(self) -> int:
@@ -157,8 +157,8 @@ class MixerSpec(AttentionSpec):
         return Cost(*self.answer("cost", lambda numbers: [*map(float, numbers)], e))
 
     def flops(self, pairs: float) -> float:
-        # A score of a pair has the channels of a query, the sum those of a value
-        channels = self.softmax.query_size + self.query_size
+        # A score of a pair has the channels of a query, the sum those of a value, at most as many
+        channels = self.softmax.query_size + min(self.softmax.query_size, self.query_size)
         return 6 * self.softmax_calls * pairs * channels + 3 * self.cost(2).flops
 
 

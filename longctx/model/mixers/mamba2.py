@@ -28,7 +28,7 @@ class Mamba2(Recurrent):
 
     @classmethod
     def sizes(cls, spec: MixerSpec) -> Sizes:
-        heads, size, state, groups, _ = spec.options.values()
+        heads, size, state, groups, *_ = spec.options.values()
         heads = 2 * spec.size // max(size, 1) if heads is None else heads
         return Sizes(groups, heads, state, size)
 
