@@ -1,5 +1,4 @@
-"""Reading of a config.json, key by key. Every mistake is one ValueError that names file, key and
-value.
+"""Reading of a config.json, key by key. A mistake is one ValueError with file, key and value.
 
 Of multimodal folders, such as Gemma 3 from 4B up and Mistral 3, the text model is read and trained;
 an export is a folder of its own.
@@ -22,8 +21,7 @@ PREFIXES: dict[str, str] = TABLES.pop("prefixes")
 OLDER: dict[str, str] = TABLES.pop("older_kinds")
 TARGETS: dict[str, str] = TABLES.pop("targets")
 QWEN2_SPLIT: str = TABLES.pop("qwen2_split")
-# Keys that change the computation → the values for GPT. A missing key has the first one. A family
-# may read a key itself, and other values with it.
+# Keys that change the computation → the values for GPT, the first of them that of a missing key
 COVERED: dict[str, tuple[Any, ...]] = {key: tuple(x) for key, x in TABLES.pop("covered").items()}
 COVERED |= {key: (*values, None) for key, values in TABLES.pop("covered_or_null").items()}
 

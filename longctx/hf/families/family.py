@@ -169,6 +169,8 @@ class Family:
         covered = {key: (*values, None) for key, values in self.covered.items()}
         read = (self.read_keys() | SHARED) - covered.keys()
         source.refuse_uncovered(read, HARMLESS.union(self.harmless), covered)
+        method = (source.get("quantization_config") or {}).get("quant_method", "mxfp4")
+        source.refuse_unless("quantization_config.quant_method", method, ("mxfp4",))
         # Files from before grouped queries: every head has keys of its own
         if source.get("num_key_value_heads") is None:
             source = source.with_keys(num_key_value_heads=source.size("num_attention_heads"))
