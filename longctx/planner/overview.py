@@ -7,12 +7,12 @@ Only layers that transformers computes are measured before, on fake tensors.
 from __future__ import annotations
 
 import math
+import textwrap
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from longctx.attention.description import AttentionConfig
 from longctx.config.asked import divisions, with_vocabulary, workload_of
 from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting, step_time
@@ -22,8 +22,9 @@ from longctx.spec.step import Measured, Workload
 from longctx.tables import count_of, grid
 from longctx.training.learning_rate import schedule_of
 
-SIZES = ("GiB", "host GiB", "fits")  # of a GPU, of the host; short, so that 80 columns suffice
+SIZES = ("GiB", "host GiB")  # of a GPU, of the host
 SPEED = ("s/step", "tokens/s", "MFU")
+WIDTH = 100  # columns of the widest lines
 
 
 def run(
@@ -45,51 +46,62 @@ def run(
     request = next(iter(requests.values()))
     chip.check(request.precision)
     merge = request.batch_size is None and request.accumulate is None
-    asked_for, chosen, layouts = list[Workload](), dict[str, Workload](), dict[str, Any]()
+    asked_for, chosen, layouts, in_words = list[Workload](), dict[str, Workload](), {}, ""
     # Each backend in the layout of a run, with every policy and the settings found by auto
     for backend, of_backend in requests.items():
         each = each_layout(of_backend, per_machine, measured)
         decided = [fitting.decide(step, chip, host, merge) for step in each]
         chosen[backend], reason = fitting.choose_layout(decided, chip, host)
-        layouts[backend] = each, decided, f"{fitting.name_of(chosen[backend])} ({reason})"
+        layouts[backend] = each, decided
+        in_words += f"attention={backend}: strategy={fitting.name_of(chosen[backend])} ({reason})\n"
         in_layout = each[decided.index(chosen[backend])]
         names = dict.fromkeys([*in_layout.memory.policies(), in_layout.memory.policy])
         named = [replace(in_layout, memory=replace(in_layout.memory, policy=x)) for x in names]
         asked_for += filter(fitting.ways, named)  # an optimizer may lack a policy's state
     steps = [fitting.decide(step, chip, host, merge) for step in asked_for]
-    first = steps[0]
     # The answer comes first: many read no further
     fastest, reason = asked, ""
     if len(requests) > 1:
-        fastest, reason = fitting.fastest_backend(first, list(requests), chip)
+        fastest, reason = fitting.fastest_backend(steps[0], list(requests), chip)
     answered = chosen.get(asked, chosen[fastest])
     line = answer(answered, chip, host, schedule_of(request, answered).max_steps, price)
     reason_of_memory = fitting.memory_line(request.memory, answered, chip, host)
     print(*filter(None, (line, reason_of_memory)), sep="\n", end="\n\n")
     print_machine(answered, chip, host, of_host)
-    if first.devices > 1:
-        usual = AttentionConfig().backend
-        backend = usual if usual in layouts else first.attention.label
-        print_layouts(backend, chip, host, *layouts[backend])
+    if answered.devices > 1:
+        print_layouts(chip, host, *layouts[answered.attention.label])
+        print(in_words)
 
-    shared = ("layout",) if first.devices > 1 else ()
+    rows = list[dict[str, Any]]()
+    for asked_step, step in zip(asked_for, steps, strict=True):
+        row = figures(step, chip, host)
+        # auto may have chosen what a policy does anyway
+        if all(row | {"memory": earlier["memory"]} != earlier for earlier in rows):
+            rows.append(row | {"memory": asked_step.memory.policy})
+    columns = ("backend", "memory", "sequences", *SIZES, "fits", *SPEED)
+    print_rows("Memory and speed", columns, rows)
     terms = [term.split()[0] for term in TERMS]
-    columns: tuple[str, ...] = ("backend", "memory", *shared, "sequences", *terms, *SIZES, *SPEED)
-    layout = f" on {first.devices:,} GPUs" if first.devices > 1 else ""
-    rows = [figures(step, chip, host) for step in steps]
-    grid(f"Predicted peak by term, GiB{layout}", columns, rows)
+    grid("Predicted peak by term, GiB", ("backend", "memory", *terms, "GiB"), rows)
     if len(requests) > 1:
         print(f"attention=auto: {fastest}, {reason}\n")
 
-    columns = ("backend", "longest", "memory", *shared, "tokens", "sequences", *SIZES[:2], *SPEED)
+    columns = ("backend", "memory", "tokens", "sequences", *SIZES, *SPEED)
     rows = []
     for backend in requests:
         own = [step for step in asked_for if step.attention.label == backend]
-        for name, step in lengths(own, chip, host).items():
-            # A policy that fits no length says none
-            none = {"backend": backend, "tokens": "none"}
-            rows.append((none if step is None else figures(step, chip, host)) | {"longest": name})
-    grid("The longest sequences that fit, at about the same tokens per step", columns, rows)
+        for name, longest in lengths(own, chip, host).items():
+            cells = {} if longest is None else figures(longest, chip, host)
+            rows.append({"backend": backend, "tokens": "none"} | cells | {"memory": name})
+    print_rows("The longest sequences that fit, at about the same tokens per step", columns, rows)
+
+
+def print_rows(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
+    """Print a table, and below it the settings of each row that "memory" does not tell."""
+    grid(title, columns, rows)
+    told = [row for row in rows if row.get("settings", row["memory"]) != row["memory"]]
+    lines = [f"{row['backend']}, {row['memory']}: memory={row['settings']}" for row in told]
+    wrapped = [textwrap.fill(line, WIDTH, subsequent_indent="    ") for line in lines]
+    print(*wrapped, sep="\n", end="\n\n" if lines else "")
 
 
 def lengths(steps: Sequence[Workload], chip: Chip, host: float) -> dict[str, Workload | None]:
@@ -101,7 +113,7 @@ def lengths(steps: Sequence[Workload], chip: Chip, host: float) -> dict[str, Wor
         return longest
     first, auto = next(filter(None, longest.values()), None), longest.pop("auto")
     if auto is None or first is None:
-        return longest | {"of all settings": auto}
+        return longest | {"all settings": auto}
     at, speed = fitting.one_row(steps[-1]), fitting.tokens_per_second(first, chip) / 2
 
     def decided(tokens: int) -> Workload:
@@ -110,7 +122,7 @@ def lengths(steps: Sequence[Workload], chip: Chip, host: float) -> dict[str, Wor
     tried = range(1024, auto.seq_len, 1024)
     n = bisect_left(tried, True, key=lambda n: fitting.tokens_per_second(decided(n), chip) < speed)
     half = {"half speed": decided(tried[n - 1])} if 0 < n < len(tried) else {}
-    return longest | half | {"of all settings": auto}
+    return longest | half | {"all settings": auto}
 
 
 def answer(step: Workload, chip: Chip, host: float, steps: int, price: float | None) -> str:
@@ -150,17 +162,13 @@ def each_layout(
     return [step.divided(division, step.seq_len) for division in each]
 
 
-def print_layouts(
-    name: str, chip: Chip, host: float, steps: list[Workload], decided: list[Workload], chosen: str
-) -> None:
-    """Print memory and speed of each layout, its open settings `decided`, and a run's choice."""
+def print_layouts(chip: Chip, host: float, steps: list[Workload], decided: list[Workload]) -> None:
+    """Print memory and speed of each layout, its open settings `decided`."""
     longest = (getattr(longest_step([step], chip, host), "seq_len", "none") for step in steps)
-    short = [figures(step, chip, host) | {"memory": step.memory.policy} for step in decided]
-    rows = [row | {"longest": tokens} for row, tokens in zip(short, longest, strict=True)]
+    rows = [figures(x, chip, host) | {"longest": n} for x, n in zip(decided, longest, strict=True)]
     columns = ("strategy", "context", "method", "memory", "GiB", "fits", *SPEED[:2], "longest")
-    title = f"Layouts on {steps[0].devices:,} GPUs, attention={name}, with the longest sequences"
-    grid(title, columns, rows)
-    print(f"strategy=auto context=auto: {chosen}\n")
+    where = f"{steps[0].devices:,} GPUs, attention={steps[0].attention.label}"
+    grid(f"Layouts on {where}, with the longest sequences", columns, rows)
 
 
 def figures(step: Workload, chip: Chip, host: float) -> dict[str, Any]:
@@ -174,8 +182,8 @@ def figures(step: Workload, chip: Chip, host: float) -> dict[str, Any]:
     formats = (",.2f", ",.0f", ".1%")
     return {
         "backend": step.attention.label,
-        "memory": str(step.memory),
-        "layout": fitting.name_of(step),
+        "memory": step.memory.policy,
+        "settings": str(step.memory),
         "strategy": "" if step.strategy == "none" else step.strategy,
         "context": step.context,
         "method": step.context_method if step.context > 1 else "",
