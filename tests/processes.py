@@ -2,12 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,17 @@ def train_together(ranks: int, commands: Sequence[Sequence[str]]) -> None:
     """Train each of `commands` on the same processes, one after another; all must succeed."""
     ports = free_ports(len(commands))
     run_on(ranks, TOGETHER, json.dumps(list(zip(ports, commands, strict=True))))
+
+
+@contextmanager
+def without_writes(folder: Path) -> Iterator[None]:
+    """Mount `folder` again, read-only; skip the test if this process cannot."""
+    bind = ["mount", "--bind", str(folder), str(folder)]
+    if shutil.which("mount") is None or subprocess.run(bind, capture_output=True).returncode:
+        pytest.skip("mounts a folder again, without writes; that takes root on Linux")
+    subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True)
+    yield
+    subprocess.run(["umount", "-l", folder], check=True)
 
 
 def finished(

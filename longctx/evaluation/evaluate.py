@@ -135,6 +135,7 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
     config = request.config
     assert config.checkpoint is not None
     model = open_model(config.checkpoint)
+    home = model.home
     own_split = model.run is not None and not request.names_data
     # The run's own backend, unless the command line names one
     names_attention = any(name.partition(".")[0] == "attention" for name in request.overrides)
@@ -159,9 +160,9 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
     # An hour of scoring must not end at a folder that cannot be written.
     if isinstance(config, eval_config.ScoreConfig):
         files.check_writable(config.out.absolute().parent)
-    results_folder = (model.home / evaluations.FOLDER).absolute()
-    there = (path for path in (results_folder, *results_folder.parents) if path.exists())
-    files.check_writable(next(there))
+    files.check_writable(next(path for path in (home, *home.parents) if path.exists()))
+    if model.run is not None and home != model.folder:
+        print(f"{model.folder}: no file can be made there, so the results go to {home}")
     # A longer context is allowed: to see how a model extrapolates is a use of evaluation.
     if longest > model.seq_len:
         print(

@@ -116,6 +116,7 @@ class Harness(TemplateLM):
             refuse((is_long, f"{problem}; give seq_len={len(after)} or more"))
             ids = np.array([*before, *after], dtype=np.int64)[-1 - self.context :]
             pieces.append(Window(owner, 0, ids, len(ids) - 1 - len(after)))
+        pieces = [piece for piece in pieces if piece.is_target.any()]  # an answer may be empty
         for batch in self._batches(sorted(pieces, key=lambda piece: -piece.length)):
             counts = [piece.length - piece.seen for piece in batch]
             answers = self.scorer.known([piece.ids for piece in batch], counts)
@@ -225,5 +226,4 @@ def evaluate_tasks(
     chosen = {key: results[key] for key in keys if key in results}
     # JSON holds numbers of NumPy as Python's, and other objects as text
     text = json.dumps(chosen, default=lambda x: x.item() if hasattr(x, "item") else str(x))
-    plain: dict[str, Any] = json.loads(text)
-    return plain
+    return dict(json.loads(text))

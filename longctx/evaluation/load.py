@@ -9,6 +9,7 @@ run that learns them.
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -61,8 +62,8 @@ class TrainedModel(NamedTuple):
     @property
     def home(self) -> Path:
         """The folder that gets a folder of results: the run's, or one in the current folder."""
-        # A model's folder is not written into
-        if self.run:
+        # A model's folder is not written into, and that of a run may be read-only
+        if self.run and os.access(self.folder, os.W_OK):
             return self.folder
         # Models in other folders have the same name, and commits of one of the Hub
         digest = hashlib.sha256(str(self.file).encode()).hexdigest()[:6]

@@ -100,14 +100,9 @@ def sample(
 ) -> tuple[np.ndarray, int]:
     """Return text `number` of a length as `text` does; at every depth it has the same key."""
     rng = random.Random(f"measure passkey {length} {number}")
-    key = drawn(rng)
+    key = str(rng.randrange(10**4, 10**5))  # five digits, the first not 0
     rotated = np.roll(filler, -rng.randrange(len(filler)))
     return text(key, tokenizer, np.resize(rotated, max(len(filler), length)), length, depth)
-
-
-def drawn(rng: random.Random) -> str:
-    """Return a number of five digits, the first not 0."""
-    return str(rng.randrange(10**4, 10**5))
 
 
 def text(

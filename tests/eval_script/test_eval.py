@@ -25,7 +25,7 @@ from longctx.runs.checkpoint_write import Saving
 from tests.data.chat_templates import CHATML
 from tests.data.chat_templates import write as write_template
 from tests.eval_script.sample import SCRIPT, write_tasks
-from tests.processes import ROOT, finished
+from tests.processes import ROOT, finished, without_writes
 from tests.written import WITHOUT_OPTIMIZER, alone, write
 
 VT = ["ruler=true", "ruler.tasks=[vt]"]
@@ -160,6 +160,14 @@ def test_passkeys_of_a_run_and_of_its_export(run, tmp_path, evaluate, capsys, mo
     wrong = "passkey.lengths=[128000]"
     assert evaluation.main([f"checkpoint={run}", *keys, wrong]) == 2
     assert f"error: {wrong}: " in capsys.readouterr().err
+
+
+def test_the_results_of_a_read_only_run_are_written_here(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with without_writes(run):
+        assert evaluation.main([f"checkpoint={run}", "device=cpu", "documents=2"]) == 0
+    assert f"{run}: no file can be made there, so the results" in capsys.readouterr().out
+    assert len([*Path("evaluations").glob("step-*/eval/*.json")]) == 1
 
 
 @pytest.mark.parametrize("kind", ["run", "export", "base"])

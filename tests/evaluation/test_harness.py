@@ -173,3 +173,5 @@ def test_padding_does_not_stretch_a_model(tokenizer):
     together = harness(model, tokenizer)._loglikelihood_tokens(requests)
     for (_, before, after), (total, _) in zip(requests, together, strict=True):
         assert total == pytest.approx(ln_p(model, before, after), rel=1e-4)
+    empty = [requests[0], (("", ""), [7, 8], [])]
+    assert harness(model, tokenizer)._loglikelihood_tokens(empty)[1] == (0.0, True)

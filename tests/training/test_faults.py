@@ -3,9 +3,6 @@
 import json
 import re
 import resource
-import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 import train
 from longctx.runs import metrics_file, run_folder
 from longctx.training.optimizers import adamw
+from tests.processes import without_writes
 
 
 @pytest.mark.parametrize(
@@ -132,23 +130,12 @@ def test_a_sweep_survives_a_job_that_fails(overrides, tmp_path, capfd):
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
-@pytest.fixture
-def read_only(two_steps: Path) -> Iterator[Path]:
-    """A run on whose checkpoints the file system is read-only."""
-    place = two_steps / "checkpoints"
-    bind = ["mount", "--bind", str(place), str(place)]
-    if shutil.which("mount") is None or subprocess.run(bind, capture_output=True).returncode:
-        pytest.skip("mounts a folder again, without writes; that takes root on Linux")
-    subprocess.run(["mount", "-o", "remount,ro,bind", place], check=True)
-    yield two_steps
-    subprocess.run(["umount", "-l", place], check=True)
-
-
-def test_read_only_checkpoints_stop_a_resume(read_only, refused):
-    rows = metrics_file.read(read_only)
-    message = f"{read_only / 'checkpoints'}: no file can be made there"
-    refused(train.main([f"resume={read_only}", "max_steps=3"]), message)
-    assert metrics_file.read(read_only) == rows
+def test_read_only_checkpoints_stop_a_resume(two_steps, refused):
+    rows, checkpoints = metrics_file.read(two_steps), two_steps / "checkpoints"
+    with without_writes(checkpoints):
+        message = f"{checkpoints}: no file can be made there"
+        refused(train.main([f"resume={two_steps}", "max_steps=3"]), message)
+    assert metrics_file.read(two_steps) == rows
 
 
 def test_what_a_killed_run_left_goes_at_the_next_start(two_steps):
