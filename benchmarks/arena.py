@@ -14,12 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from inspect import getfile
 from pathlib import Path
-from subprocess import run as output_of
 
 from matplotlib.figure import Figure
 
 from benchmarks.points import Row, decided, point, training_run
-from benchmarks.processes import ROOT, finished, in_child
+from benchmarks.processes import ROOT, finished, in_child, ran
 from benchmarks.report import dress, machine, save_figure, table, write_json
 from benchmarks.words import check_unused
 from longctx import files
@@ -29,7 +28,6 @@ from longctx.model.mixers.description import FILES, MIXERS, SOFTMAX
 from longctx.report.compare import positions
 from longctx.runs import metrics, metrics_file
 from longctx.spec.step import Workload
-from longctx.system import child_environment
 from longctx.tables import cell
 
 TAKES_TRAINING_KEYS = True
@@ -127,9 +125,9 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
             for row, found in zip(rows, pool.map(measured, rows), strict=True):
                 row |= found
                 write_page(about, rows, out)
-        if options.check:
-            checks = pool.map(lambda x: check(x, end), subjects)
-            about["check"] = dict(zip(subjects, checks, strict=True))
+        found = pool.map(lambda x: check(x, end), subjects if options.check else ())
+        for name, lines in zip(subjects, found, strict=False):
+            about["check"] = about.get("check", {}) | {name: lines}
             write_page(about, rows, out)
     print(f"\n{(out / 'page.md').read_text()}\nwrote {out}/page.md and {out}/page.png")
 
@@ -180,12 +178,10 @@ def trained(words: list[str], texts: list[str], folder: Path, end: float) -> Row
 
 
 def check(subject: str, end: float) -> list[str]:
-    """Return the lines that longctx check prints."""
-    if time.monotonic() > end:
-        return [LATE]
+    """Return the lines that longctx check prints until `end`."""
     command = [sys.executable, "-m", "longctx", "check", subject]
-    found = output_of(command, capture_output=True, text=True, env=child_environment())
-    return (found.stdout or found.stderr).splitlines()
+    code, lines, errors = ran(command, max(0, end - time.monotonic()))
+    return (lines or errors) + [LATE] * (code is None)
 
 
 def timed(device: str, words: list[str], lengths: tuple[int, ...], end: float) -> dict[int, Row]:

@@ -21,28 +21,33 @@ T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def finished(command: list[str], seconds: float, folder: Path = ROOT) -> str | None:
-    """Run a command in `folder`, in a process group, all of which ends after `seconds`; return None
-    if it ends well, else its last line that tells of an error.
+def ran(
+    command: list[str], seconds: float, folder: Path = ROOT
+) -> tuple[int | None, list[str], list[str]]:
+    """Run a command in `folder`, in a process group, all of which ends after `seconds`; return its
+    exit code, None if it took longer, and the lines of its output and of its errors.
     """
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        files = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": errors}
+        process = subprocess.Popen(command, cwd=folder, start_new_session=True, **files)
+        code = None
         try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return f"took longer than {seconds:.0f} s"
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(seconds)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        output.seek(0)
-        lines = [line.strip() for line in output if line.strip()]
+        for file in (output, errors):
+            file.seek(0)
+        return code, output.read().splitlines(), errors.read().splitlines()
+
+
+def finished(command: list[str], seconds: float, folder: Path = ROOT) -> str | None:
+    """Return None if a command ends well, else its last line that tells of an error; see `ran`."""
+    code, output, problems = ran(command, seconds, folder)
+    if code is None:
+        return f"took longer than {seconds:.0f} s"
+    lines = [line.strip() for line in [*output, *problems] if line.strip()]
     # torchrun adds its own error after those of the ranks
     errors = [line for line in lines if "rror: " in line and "ChildFailed" not in line]
     return None if code == 0 else (errors or lines or [f"exit code {code}"])[-1][:300]
@@ -56,9 +61,8 @@ def asked(module: str, request: dict[str, Any], gpus: int, seconds: float) -> di
     with tempfile.TemporaryDirectory() as scratch:
         file, out = Path(scratch, "request.json"), Path(scratch, "out.json")
         file.write_text(json.dumps(request))
-        inside = launcher if gpus > 1 else []
-        command = [sys.executable, "-m", *inside, module, str(file), str(out)]
-        problem = finished(command, seconds)
+        inside = [*(launcher if gpus > 1 else []), module, str(file), str(out)]
+        problem = finished([sys.executable, "-m", *inside], seconds)
         if not out.exists():
             return problem or "wrote nothing"
         answer: dict[str, Any] = json.loads(out.read_text())

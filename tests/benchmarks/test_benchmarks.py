@@ -276,6 +276,7 @@ def test_every_entrant_of_the_arena_is_a_model():
     models = {x: training_run([*arena.USUAL["cpu"].split(), *words[x]], "cpu") for x in words}
     assert len({repr(x.workload.model) for x in models.values()}) == len(words)
     assert models["window-full"].workload.model.windows() == {64: 3, None: 1}
+    assert arena.check("flash", 0) == [arena.LATE]  # the minutes are over
 
 
 def test_arena_refuses_a_model_before_the_others_train(tmp_path, refused, monkeypatch):
