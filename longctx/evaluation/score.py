@@ -210,7 +210,7 @@ class Scorer:
         with sharding.unsharded(self.model):
             decoder = self._decoder_for(len(prompts), length)
             # The graph of the decoder needs as many sequences as its first batch had.
-            prompts += [ends[:1]] * (decoder.rows - len(prompts))
+            prompts += [ends[:1]] * (decoder.sequences - len(prompts))
             for new in continuations(
                 decoder, prompts, max_tokens, lambda logits: logits.argmax(-1)
             ):
@@ -229,7 +229,7 @@ class Scorer:
         """Return the decoder of the batch before if it has room, because each captures a graph."""
         decoder = self.decoder
         assert isinstance(self.model, GPT)
-        if decoder is None or decoder.rows < sequences or decoder.length != length:
+        if decoder is None or decoder.sequences < sequences or decoder.length != length:
             self.decoder = decoder = None  # frees its cache before there is another one
             self.decoder = decoder = decoder_of(self.model, sequences, length, graphs=self.graphs)
         return decoder

@@ -206,10 +206,10 @@ def products(whole: Any) -> int:
 class TransformersDecoder(Decoder):
     """A cache of transformers for each text."""
 
-    def __init__(self, model: GPT, rows: int, length: int, *_: Any) -> None:
+    def __init__(self, model: GPT, sequences: int, length: int, *_: Any) -> None:
         model.config.check_length(length, "prompt and max_new_tokens")
         self.model, self.device = model, model.embed.weight.device
-        self.rows, self.length = rows, length
+        self.sequences, self.length = sequences, length
         self.caches: list[Any] = []
 
     @torch.no_grad()

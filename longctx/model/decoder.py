@@ -1,8 +1,8 @@
 """A GPT that continues texts: all of their tokens in one forward, then token after token.
 
-The prompts are packed into one row like documents, so different lengths cost no padding. Their keys
-and values stay in a cache. From then on a forward is of one token per prompt, which attends to the
-cache. On a GPU it is captured in a CUDA graph once and replayed, since its launches take a CPU
+The prompts are packed into one sequence like documents, so different lengths cost no padding. Their
+keys and values stay in a cache. From then on a forward is of one token per prompt, which attends to
+the cache. On a GPU it is captured in a CUDA graph once and replayed, since its launches take a CPU
 longer. A mixer in place of attention keeps a state of each text, see `Mixer.step`.
 
 If the backend is exact, the cache is read by its formula (longctx/attention/naive.py), which a
@@ -35,15 +35,15 @@ from longctx.model.rope import Angles, Rope, frequencies
 
 
 class Decoder:
-    """`model`, in eval mode, on `rows` texts of at most `length` tokens each, prompt included.
+    """`model`, in eval mode, on `sequences` texts of at most `length` tokens each, prompt included.
 
     `graphs`: replay a CUDA graph; None: on a GPU. Weights sharded over ranks are gathered block by
-    block, which a graph cannot do. Other prompts, of as many rows, replay the same graph: keys,
-    values and other states have room for `length` tokens from the beginning. Nothing behind the
-    tokens of a text is ever read.
+    block, which a graph cannot do. As many other prompts replay the same graph: keys, values and
+    other states have room for `length` tokens from the beginning. Nothing behind the tokens of a
+    text is ever read.
     """
 
-    def __init__(self, model: GPT, rows: int, length: int, graphs: bool | None = None) -> None:
+    def __init__(self, model: GPT, sequences: int, length: int, graphs: bool | None = None) -> None:
         self.model = model
         weight = model.embed.weight
         self.device, kind = weight.device, weight.device.type
@@ -66,9 +66,9 @@ class Decoder:
         self.decodes = not slow
         for setting in slow:
             print_once(f"{setting} has no decoding: each new token computes its text again")
-        self.rows, self.length, self.dtype = rows, length, dtype
+        self.sequences, self.length, self.dtype = sequences, length, dtype
         # Of each layer: keys and values, or what its mixer has
-        shapes = [(2, rows, length, x.kv_heads, x.head_size) for x in heads]
+        shapes = [(2, sequences, length, x.kv_heads, x.head_size) for x in heads]
         # Not empty: naive multiplies unseen values by 0, and 0 · NaN is NaN
         zeros = (torch.zeros(shape, dtype=dtype, device=self.device) for shape in shapes)
         self.states = {layer: (*both,) for layer, both in zip(layers, zeros, strict=True)}
@@ -79,8 +79,8 @@ class Decoder:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.texts: list[list[int]] = []  # if their tokens are read anew
         self.lengths: list[int] = []
-        self.ends = torch.zeros(rows, dtype=torch.int64, device=self.device)  # the same
-        self.tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self.ends = torch.zeros(sequences, dtype=torch.int64, device=self.device)  # the same
+        self.tokens = torch.zeros(sequences, dtype=torch.int64, device=self.device)
         # Buffers of ropes that follow the length, for a replayed graph to read
         ropes = [rope for rope in model.ropes if rope.follows_length]
         self.angles: dict[Rope, Angles] = {x: x(self.ends[:, None]) for x in ropes}
@@ -89,19 +89,19 @@ class Decoder:
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Logits (rows, V) after each of the `prompts`, one per row, with one token at least."""
+        """Logits (B, V) after each of the `prompts`, with one token at least each."""
         # The lm_head is cast once, not for every token; a graph reads this tensor
         head = self.model.lm_head_weight.to(self.dtype)
         self.head = head if self.graph is None else self.head.copy_(head)
         lengths = [len(prompt) for prompt in prompts]
-        assert len(prompts) == self.rows and 0 < min(lengths) and max(lengths) <= self.length
+        assert len(prompts) == self.sequences and 0 < min(lengths) and max(lengths) <= self.length
         N, ids = sum(lengths), torch.tensor([token for prompt in prompts for token in prompt])
-        rows = torch.arange(len(prompts)).repeat_interleave(torch.tensor(lengths))
-        mask = Mask.documents(rows[None]) if len(prompts) > 1 else Mask.causal()
+        documents = torch.arange(len(prompts)).repeat_interleave(torch.tensor(lengths))
+        mask = Mask.documents(documents[None]) if len(prompts) > 1 else Mask.causal()
         mask = mask.bind(1, N, N, self.device)
         shards = Context().shards(mask, N)
         masks = self.model.masks(mask, shards, 1)
-        slots = rows.to(self.device) * self.length + mask.positions(1, N, self.device)[0]
+        slots = documents.to(self.device) * self.length + mask.positions(1, N, self.device)[0]
         angles = self.model.angles(mask, shards, (1, N), self.device)
 
         # In tiles always, which costs nothing without gradients: an MLP over 1M tokens is 80 GiB.
@@ -128,7 +128,7 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        """Return logits (rows, V) after `tokens` (rows,); the next call may overwrite them."""
+        """Return logits (B, V) after `tokens` (B,); the next call may overwrite them."""
         if not self.decodes:
             new = tokens.tolist()
             return self.prefill([[*text, x] for text, x in zip(self.texts, new, strict=True)])
@@ -156,7 +156,7 @@ class Decoder:
         """Logits after `tokens`; waits for nothing, and reads nothing that changes but tensors."""
         positions = self.ends[:, None]
         angles = self.model.ropes.per_layer(lambda rope: self.angles.get(rope) or rope(positions))
-        starts, last = torch.arange(self.rows, device=self.device), positions.int()
+        starts, last = torch.arange(self.sequences, device=self.device), positions.int()
         slots = self.length * starts + self.ends
         longest = self.length if self.graphs else max(self.lengths)
         first = {w: (last - ((w or self.length) - 1)).clamp(min=0) for w in set(self.windows)}
@@ -181,7 +181,7 @@ class Decoder:
         return self._logits(x[:, 0])
 
     def _write(self, layer: int, slots: Tensor, *tensors: Tensor) -> None:
-        """Write keys and values of tokens to `slots`: row · length + position."""
+        """Write keys and values of tokens to `slots`: sequence · length + position."""
         for state, new in zip(self.states[layer], tensors, strict=True):
             state.flatten(0, 1).index_copy_(0, slots, new.flatten(0, 1))
 
@@ -195,8 +195,8 @@ class Decoder:
         return self.model.logits(self.model.norm(x), self.head)
 
 
-def decoder_of(model: GPT, rows: int, length: int, graphs: bool | None = None) -> Decoder:
-    return (model.decoder or Decoder)(model, rows, length, graphs)
+def decoder_of(model: GPT, sequences: int, length: int, graphs: bool | None = None) -> Decoder:
+    return (model.decoder or Decoder)(model, sequences, length, graphs)
 
 
 def continuations(
@@ -208,7 +208,7 @@ def continuations(
 ) -> Iterator[list[int | None]]:
     """Yield the next token of each prompt, `most` times; None if a token of `ends` has ended it.
 
-    `choose` picks tokens (rows,) from logits (rows, V). It stops early if all have ended; without
+    `choose` picks tokens (B,) from logits (B, V). It stops early if all have ended; without
     `ends` it never does, as ranks that compute together need it. A GPU computes the next step
     while tokens are read and shown.
     """
@@ -252,7 +252,7 @@ class Sampler:
         self.random = [random.Random(f"sample {self.seed} {number}") for number in self.numbers]
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Tokens (rows,) int64 of logits (rows, V)."""
+        """Tokens (B,) int64 of logits (B, V)."""
         if self.temperature == 0:
             return logits.argmax(-1)
         # 24 bits: times a sum in fp64 they are never rounded up to the sum itself
@@ -264,7 +264,7 @@ class Sampler:
         return chosen.clamp(max=logits.shape[-1] - 1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """(rows, V) fp32; 0 for what top_k and top_p leave out."""
+        """(B, V) fp32; 0 for what top_k and top_p leave out."""
         logits = logits.float()
         logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature  # 0 at most: no inf
         if self.top_k is not None:

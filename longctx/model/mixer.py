@@ -35,31 +35,31 @@ class Batch:
 
     room = 0  # tokens of a text, at most, in decoding
 
-    def __init__(self, mask: Mask, rows: int, ranks: Ranks = ALONE) -> None:
+    def __init__(self, mask: Mask, sequences: int, ranks: Ranks = ALONE) -> None:
         if mask.kind not in ("causal", "documents"):
             raise ValueError(f"a mask of kind {mask.kind}: model.mixer takes causal ones alone")
         self.mask, self.ranks, self.window = mask, ranks, mask.window
         assert mask.last is not None
-        self.rows, self.length, self.device = rows, mask.last.shape[1], mask.last.device
+        self.sequences, self.length, self.device = sequences, mask.last.shape[1], mask.last.device
 
     @cached_property
     def positions(self) -> Tensor:
         """Return each token's position in its own document, (B, T) int64."""
-        return self.mask.positions(self.rows, self.length, self.device)
+        return self.mask.positions(self.sequences, self.length, self.device)
 
     @cached_property
     def offsets(self) -> Tensor:
         """Return cu_seqlens of all sequences in a row, int64: starts of documents, and the end."""
         if self.mask.offsets is not None:
             return self.mask.offsets.long()
-        return self.length * torch.arange(self.rows + 1, device=self.device)
+        return self.length * torch.arange(self.sequences + 1, device=self.device)
 
     @cached_property
     def documents(self) -> Tensor:
         """Return each token's document, (B, T) int64, counted through all sequences."""
-        tokens = torch.arange(self.rows * self.length, device=self.device)
+        tokens = torch.arange(self.sequences * self.length, device=self.device)
         numbers = torch.searchsorted(self.offsets, tokens, right=True) - 1
-        return numbers.view(self.rows, self.length)
+        return numbers.view(self.sequences, self.length)
 
     @property
     def seen(self) -> Tensor:

@@ -311,6 +311,6 @@ def fla_kernel(path: str, batch: Batch | None = None) -> Any:
     if batch is None:
         return kernel
     # With a copy on the host nothing waits for the device
-    lengths = batch.mask.lengths or (batch.length,) * batch.rows
+    lengths = batch.mask.lengths or (batch.length,) * batch.sequences
     on_host = torch.tensor([0, *lengths]).cumsum(0)
     return partial(kernel, cu_seqlens=batch.offsets, cu_seqlens_cpu=on_host)
