@@ -277,7 +277,7 @@ def read(
     One forward gives both. As in `longctx.evaluation.passkey` a key is found if each token of it is
     the likeliest.
     """
-    key = passkey.drawn(random.Random(f"{filler[:9]} {depth}"))
+    key = str(random.Random(f"{filler[:9]} {depth}").randrange(10**4, 10**5))
     ids, answer = passkey.text(key, tokenizer, filler, length, depth)
     tokens = torch.from_numpy(ids)[None]
     positions = torch.cat(

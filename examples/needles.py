@@ -88,11 +88,11 @@ def hidden_in(filler: str, every: int, rng: random.Random) -> str:
     names = rng.sample(NAMES, max(1, min(len(NAMES), len(filler) // every)))
     events: list[tuple[float, str]] = []
     for name in names:
-        answer = passkey.drawn(rng)
+        answer = str(rng.randrange(10**4, 10**5))
         of_fact, of_question = sorted((position(rng), position(rng)))
         events.append((of_fact, NEEDLE_FACT.format(name, answer)))
         events.append((of_question, f"{NEEDLE_QUESTION.format(name)} {answer}.\n"))
-    key = passkey.drawn(rng)
+    key = str(rng.randrange(10**4, 10**5))
     events.append((position(rng), passkey.FACT.format(key)))
     return f"{inserted(filler, sorted(events))}{passkey.QUESTION} {key}.\n"
 
