@@ -191,8 +191,11 @@ class _Step:
         yield "loss", _sum(always, at_loss, saved, self.loss())
         if self.through.in_groups:  # with little else, the stream, attention's output, their sum
             forward = self.forward(self.through) + FP32 * self.model.heads * self.N  # and the lse
-            others = {KEPT: self.saved_by_first[self.L - 1], MLP: forward}
-            yield "forward of the last block", _sum(always, at_loss, others, self.brought)
+            # No block after the last one has weights on their way from the host
+            for name, at in ("last", self.L - 1), ("last but one", max(0, self.L - 2)):
+                others = {KEPT: self.saved_by_first[at], MLP: forward}
+                coming = self.brought(min(2, self.L - at))
+                yield f"forward of the {name} block", _sum(always, at_loss, others, coming)
         # The head's gradient is there at once; a tied one waits beside the sum for that of the
         # embedding.
         head = embedding if tied or not full else 0.0
@@ -228,7 +231,7 @@ class _Step:
             half, own = "MLP", {MLP: costs.mlp, KEPT: saved}
         else:
             half, own = "attention", {ATTENTION: costs.attention, KEPT: saved - costs.freed}
-        return f"backward of block {at}, {half}", _sum(self.always, gradients, own, self.brought)
+        return f"backward of block {at}, {half}", _sum(self.always, gradients, own, self.brought())
 
     def moments(self) -> Iterator[tuple[str, Terms]]:
         """Yield every moment that can be the peak, with its bytes by term."""
@@ -266,11 +269,10 @@ class _Step:
             BATCH: batch + mask + rope + (CUBLAS if self.through.on_gpu else 0),
         }
 
-    @cached_property
-    def brought(self) -> Terms:
-        """Frozen weights from the host: of the block that computes, and of the next one."""
+    def brought(self, blocks: int = 2) -> Terms:
+        """Return frozen weights from the host: of the block that computes, and of the next one."""
         away, largest = frozen_on_host(self.workload)
-        return {PARAMETERS: min(2.0 * largest, away)}
+        return {PARAMETERS: min(blocks * largest, away)}
 
     @cached_property
     def weights(self) -> float:
@@ -374,7 +376,7 @@ class _Step:
             of_token = self.e * self.C + max(layer.forward.slope for layer in layers)
             mlp = copies + of_token * tokens
         logits = self.logits(FP32) + self.copy * self.V * self.C + self.e * self.C * tokens
-        of_block = _sum({MLP: mlp, ATTENTION: scores}, self.brought)
+        of_block = _sum({MLP: mlp, ATTENTION: scores}, self.brought())
         return of_block if sum(of_block.values()) > logits else {LOSS: logits}
 
 
