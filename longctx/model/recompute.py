@@ -19,7 +19,9 @@ tiled computation in ALST (arXiv 2506.13996).
 
 from __future__ import annotations
 
+import gc
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +40,16 @@ from longctx.model.offload import Away, HostBuffers, SavedTensors, present
 from longctx.model.rope import Angles
 
 Tokens = tuple[Tensor, ...]  # each (1, B·T, ...): the tokens of all rows, one after another
+HAS_COMPILED = threading.Event()  # torch.compile, since `collect_after_compiling`
+
+
+def collect_after_compiling() -> None:
+    """Free the tensors of a call that torch.compile has compiled. It leaves frames in cycles (torch
+    2.11): x, out and lse of a block, 3 GiB of 8, were there until Python happened to collect them.
+    """
+    if HAS_COMPILED.is_set():
+        HAS_COMPILED.clear()
+        gc.collect()
 
 
 def checkpointed_blocks(
@@ -52,6 +64,7 @@ def checkpointed_blocks(
     x = x.reshape(1, -1, x.shape[-1])
     for layer, block in enumerate(blocks):
         x = block.calling(lambda own, x, at: _Block.apply(x, tape, at, *_trained(own)), x, layer)
+    collect_after_compiling()
     return x.view(tape.shape)
 
 
@@ -103,6 +116,7 @@ class _Tape:
 
     def groups(self, layer: int) -> Iterator[tuple[slice, slice]]:
         """Yield the query heads and the key heads of a block that are computed at one time."""
+        collect_after_compiling()
         attention = self.blocks[layer].attention
         each = self.memory.heads_at_once or attention.kv_heads
         shared = attention.heads // attention.kv_heads
@@ -398,6 +412,7 @@ def _arriving_tiles(
     coming = map(begun, range(0, tokens, size))
     following = next(coming, None)
     while following is not None:
+        collect_after_compiling()
         at, sources, away = following
         tensors = list(map(away.tensors().get, range(len(sources)), sources))
         del away

@@ -39,12 +39,9 @@ def test_layouts_follow_devices_heads_and_backend(words, possible):
     assert sorted(found) == sorted(possible)
 
 
-def test_a_method_that_does_not_divide_heads_is_refused():
+def test_ranks_whose_heads_do_not_go_in_parts_are_refused():
     with pytest.raises(ValueError, match=r"context=3: context\.method=ulysses does not"):
         steps("devices=3 context=3 context.method=ulysses")
-
-
-def test_ranks_do_not_share_heads_twice():
     with pytest.raises(ValueError, match=r"heads_at_once=1 with context=2: ranks share"):
         steps("devices=2 context=2 memory.heads_at_once=1")
     assert {step.context for step in steps("devices=2 context=auto memory.heads_at_once=1")} == {1}
@@ -74,8 +71,7 @@ def test_choice_if_nothing_fits_or_gpu_is_unknown():
     chosen, reason = choose("devices=8 context=auto", 2**24, replace(H200, memory=8 * GIB))
     assert chosen.context == 8 and chosen.strategy == "fsdp"
     assert "none is predicted to fit" in reason
-    unknown = hardware.chip("Toaster", 139.8 * GIB)
-    chosen, _ = choose("devices=8 context=auto", 2**16, unknown)
+    chosen, _ = choose("devices=8 context=auto", 2**16, hardware.chip("Toaster", 139.8 * GIB))
     assert chosen.context == 1
 
 

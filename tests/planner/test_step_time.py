@@ -35,8 +35,7 @@ MEASURED = [
 @pytest.mark.parametrize(("work", "seconds", "gib"), MEASURED)
 def test_two_gpus_take_predicted_time_and_memory(work, seconds, gib):
     time = step_time.seconds(work, H200)
-    assert time is not None
-    assert time.total == pytest.approx(seconds, rel=0.03)
+    assert time is not None and time.total == pytest.approx(seconds, rel=0.03)
     assert predict(work).peak / GIB == pytest.approx(gib, rel=0.02)
 
 
@@ -44,8 +43,7 @@ def test_two_gpus_take_predicted_time_and_memory(work, seconds, gib):
 def test_a_step_waits_for_tiles_from_the_host(words, documents, measured):
     each = replace(workload(*words.split(), seq_len=2048), batch_size=documents, accumulate=1)
     time = step_time.seconds(each, H200)
-    assert time is not None
-    assert time.total == pytest.approx(measured, rel=0.08)
+    assert time is not None and time.total == pytest.approx(measured, rel=0.08)
 
 
 def test_bytes_of_each_method_go_over_the_link():
