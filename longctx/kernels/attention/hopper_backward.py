@@ -93,6 +93,7 @@ from longctx.kernels.attention.hopper_primitives import (
     finished,
     map_of_rows,
     mask_scores,
+    mbarriers,
     of_bias,
     part_buffers,
     pop,
@@ -552,9 +553,7 @@ def backward_kernel(
     # consumers and writers pop the queue
     buffers = Buffers(qs, ks, vs, dos, lses, deltas)
     loaded, queue = barriers(4, K_SLOTS, OF_V)
-    output_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(output_empty.index(i), count=1)
+    output_empty = mbarriers(2, 1)
     schedule = TileSchedule(qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles, heads, l2_heads)
 
     # warps: two consumers, the producer, two writers

@@ -62,6 +62,7 @@ from longctx.kernels.attention.hopper_primitives import (
     bar_arrive,
     bar_sync,
     mask_scores,
+    mbarriers,
     part_buffers,
     pop,
     register_order,
@@ -459,9 +460,7 @@ def backward_192_kernel(
     dq_part = [gl.allocate_shared_memory(gl.float32, [1, 16, 256], row_shared) for _ in (0, 1)]
     # consumers and writers pop the queue
     loaded, queue = barriers(4)
-    dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(dq_empty.index(i), count=1)
+    dq_empty = mbarriers(2, 1)
     schedule = TileSchedule(qfirst, qlast, stride_ib, Tq, Tk, Hq, tiles, heads, l2_heads)
 
     # warps: two consumers, two writers, the producer

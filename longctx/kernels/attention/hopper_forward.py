@@ -75,6 +75,7 @@ from longctx.kernels.attention.hopper_primitives import (
     load_parts,
     map_of_rows,
     mask_scores,
+    mbarriers,
     of_bias,
     part_buffers,
     pop,
@@ -639,26 +640,17 @@ def forward_kernel(
         outs = part_buffers(dtype, CONSUMERS, ROWS, D0, shared, D1, shared1)
     ks = part_buffers(dtype, STAGES, BN, D0, shared_kv, D1, shared1_kv)
     vs = part_buffers(dtype, STAGES, BN, D0, shared_kv, D1, shared1_kv)
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     SLOTS: gl.constexpr = BIAS_SLOTS + SINK_SLOTS * CONSUMERS
     buffers = ForwardBuffers(
         qs, ks, vs,
         None if bias is None else gl.allocate_shared_memory(gl.float32, [SLOTS, 1, BN], ROW_LAYOUT),
     )  # fmt: skip
-    loaded = ForwardLoaded(q_full, q_empty, k_full, v_full)
+    q_full, q_empty = mbarriers(CONSUMERS, 1), mbarriers(CONSUMERS, 1)
+    loaded = ForwardLoaded(q_full, q_empty, mbarriers(STAGES, 1), mbarriers(STAGES, 1))
     queue = tile_queue(CONSUMERS)
     schedule = first, last, starts, stride_ib, Tq, Hq, tiles, heads, l2_heads
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     sink_slots = gl.allocate_shared_memory(gl.float32, [SINK_SLOTS, 1], one)
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
 
     # fmt: off
     # warps: consumers, then the producer. Triton takes functions and constants only as literals,

@@ -32,7 +32,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from longctx.kernels.attention.hopper_primitives import Queue, bar_sync, load_parts, push, tma_load
+from longctx.kernels.attention.hopper_primitives import (
+    bar_sync,
+    load_parts,
+    mbarriers,
+    push,
+    tile_queue,
+    tma_load,
+)
 from longctx.kernels.attention.portable import scheduled_tile, visible_tiles
 
 Q_DO_EMPTY = gl.constexpr(13)  # named barrier 13 + tile & 1: q and do have been read
@@ -230,29 +237,10 @@ def barriers(READERS: gl.constexpr, K_SLOTS: gl.constexpr = 1, V_SLOTS: gl.const
     q and do have two slots. A slot of k or v is empty after two arrivals: of both consumers, or of
     both writers if dv leaves from there.
     """
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [K_SLOTS, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [K_SLOTS, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], mbarrier.MBarrierLayout())
-    one_int: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    slots = gl.allocate_shared_memory(gl.int32, [2, 1], one_int)
-    queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(K_SLOTS):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-    for i in gl.static_range(V_SLOTS):
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(queue_full.index(i), count=1)
-        mbarrier.init(queue_empty.index(i), count=READERS)
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
-    loaded = Loaded(q_full, do_full, k_full, k_empty, v_full, v_empty)
-    return loaded, Queue(slots, queue_full, queue_empty)
+    q_full, do_full = mbarriers(2, 1), mbarriers(2, 1)
+    k_full, k_empty = mbarriers(K_SLOTS, 1), mbarriers(K_SLOTS, 2)
+    v_full, v_empty = mbarriers(V_SLOTS, 1), mbarriers(V_SLOTS, 2)
+    return Loaded(q_full, do_full, k_full, k_empty, v_full, v_empty), tile_queue(READERS)
 
 
 @gluon.jit

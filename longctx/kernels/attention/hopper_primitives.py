@@ -101,16 +101,20 @@ class Queue(NamedTuple):
 
 
 @gluon.jit
+def mbarriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Return N mbarriers, initialised, for so many arrivals each."""
+    barriers = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
 def tile_queue(READERS: gl.constexpr):
     """Return an empty tile queue, which READERS warps or warpgroups pop."""
     one_int: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     slots = gl.allocate_shared_memory(gl.int32, [2, 1], one_int)
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=READERS)
-    return Queue(slots, full, empty)
+    return Queue(slots, mbarriers(2, 1), mbarriers(2, READERS))
 
 
 @gluon.jit
