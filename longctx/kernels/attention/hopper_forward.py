@@ -78,7 +78,7 @@ from longctx.kernels.attention.hopper_primitives import (
     mbarriers,
     of_bias,
     part_buffers,
-    pop,
+    pop_all,
     push,
     rounding_error,
     shared_layout,
@@ -275,13 +275,14 @@ def producer(
             one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
             zero = gl.zeros([1], gl.float32, layout=one)
             sink_slots.index(count % SINK_SLOTS).store(zero + gl.load(sinks + row_head % Hq))
-        push(queue, count, t)
         b = row_head // Hq
         h = row_head % Hq
         hk = h // GROUP
-        m0, _, keys_before, lo, full_lo, full_hi, masked, n = own_tile(
+        m0, tile_end, keys_before, lo, full_lo, full_hi, masked, n = own_tile(
             rank, b, starts, first, last, stride_ib, Tq, tiles, BM, BN, BY_DOCUMENT
         )
+        seen = lo, full_lo, full_hi, masked, n
+        push(queue, count, (t, row_head, m0, tile_end, keys_before) + seen)  # noqa: RUF005
         # q: one box for each consumer
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(q_empty.index(c), (count & 1) ^ 1)
@@ -309,7 +310,7 @@ def producer(
         t = gl.atomic_add(counter, 1) + gl.num_programs(0)
         t = next_tile(t, end, counter, retry, grid_tiles * heads, RETRY)
         count += 1
-    push(queue, count, -1)
+    push(queue, count, (-1,))
     # meet the last arrivals, for which no load waits
     for x in range(gl.maximum(it - STAGES, 0), it):
         bar_sync(K_EMPTY + x % STAGES, 128 * CONSUMERS + 32)
@@ -444,8 +445,7 @@ def consumer(
     """Compute out and lse of consumer C's 64 queries of each tile."""
     qs, ks, vs, biases = buffers
     q_full, q_empty, k_full, v_full = loaded
-    first, last, starts, stride_ib, Tq, Hq, grid_tiles, heads, l2_heads = schedule
-    tiles = gl.load(starts + Tq) if BY_DOCUMENT else grid_tiles
+    first, last, _starts, stride_ib, Tq, Hq, grid_tiles, heads, _l2_heads = schedule
     dtype: gl.constexpr = out[0].dtype
     BM: gl.constexpr = ROWS * CONSUMERS
     # may a consumer see none of a masked tile, or have no queries at all?
@@ -461,15 +461,14 @@ def consumer(
     count = 0
     own_queries = at_index(qs, C)
     out_own = at_index(outs, C)
-    t = pop(queue, count, 4)
+    t, row_head, m0, its_end, before, lo, full_lo, full_hi, masked, n = pop_all(
+        queue, count, 4, (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)
+    )
     while t >= 0:
         # the tile of queries, and the keys that it sees
-        rank, row_head = scheduled_tile(t, tiles, heads, l2_heads)
         b = row_head // Hq
         h = row_head % Hq
-        m0, tile_end, keys_before, lo, full_lo, full_hi, masked, n = own_tile(
-            rank, b, starts, first, last, stride_ib, Tq, tiles, BM, BN, BY_DOCUMENT
-        )
+        tile_end, keys_before = (its_end, before) if BY_DOCUMENT else (Tq, 0)
 
         # this consumer's queries, if it has any, see keys lowest .. highest
         row0 = m0 + C * ROWS
@@ -607,7 +606,9 @@ def consumer(
             mbarrier.arrive(q_empty.index(C), count=1)
         it += n
         count += 1
-        t = pop(queue, count, 4)
+        t, row_head, m0, its_end, before, lo, full_lo, full_hi, masked, n = pop_all(
+            queue, count, 4, (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)
+        )
     tma.store_wait(0)
 
 
@@ -647,7 +648,7 @@ def forward_kernel(
     )  # fmt: skip
     q_full, q_empty = mbarriers(CONSUMERS, 1), mbarriers(CONSUMERS, 1)
     loaded = ForwardLoaded(q_full, q_empty, mbarriers(STAGES, 1), mbarriers(STAGES, 1))
-    queue = tile_queue(CONSUMERS)
+    queue = tile_queue(CONSUMERS, 10)
     schedule = first, last, starts, stride_ib, Tq, Hq, tiles, heads, l2_heads
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     sink_slots = gl.allocate_shared_memory(gl.float32, [SINK_SLOTS, 1], one)

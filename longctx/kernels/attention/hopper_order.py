@@ -287,7 +287,7 @@ def producer(
     if ORDERED:  # a program that does not run yet must own no tile: others would wait for it
         t = gl.atomic_add(counter, 1)
     while t < schedule.tiles * schedule.heads:
-        push(queue, count, t)
+        push(queue, count, (t,))
         b, kv_head, n0, down, lo, n, _, _ = key_tile(t, schedule, GROUP, BM, BN, ORDERED)
         # the walk: q and do at each step, k and v behind the first
         for x in range(n * GROUP):
@@ -318,7 +318,7 @@ def producer(
         if not ORDERED:
             t += gl.num_programs(0)
         count += 1
-    push(queue, count, -1)
+    push(queue, count, (-1,))
     # meet the last arrivals, for which no load waits
     for x in range(gl.maximum(it - 2, 0), it):
         bar_sync(Q_DO_EMPTY + (x & 1), 288)

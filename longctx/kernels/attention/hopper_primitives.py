@@ -1,7 +1,7 @@
 """Building blocks of the Hopper kernels: barriers, the tile queue, channels in parts, masks, maps.
 
 The tile queue has two slots. The producer warp pushes the number of the program's next tile, -1
-after the last; every other warp pops it.
+after the last, and what it found out about it; every other warp pops them.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def bar_arrive(i, THREADS: gl.constexpr):
 
 
 class Queue(NamedTuple):
-    """Two slots for numbers of tiles, and the mbarriers that say a slot was written or read."""
+    """Two slots of numbers, and the mbarriers that say a slot was written or read."""
 
     slots: Any
     full: Any
@@ -110,30 +110,38 @@ def mbarriers(N: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def tile_queue(READERS: gl.constexpr):
+def tile_queue(READERS: gl.constexpr, NUMBERS: gl.constexpr = 1):
     """Return an empty tile queue, which READERS warps or warpgroups pop."""
     one_int: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    slots = gl.allocate_shared_memory(gl.int32, [2, 1], one_int)
+    slots = gl.allocate_shared_memory(gl.int32, [2 * NUMBERS, 1], one_int)
     return Queue(slots, mbarriers(2, 1), mbarriers(2, READERS))
 
 
 @gluon.jit
-def push(queue, count, t):
-    """Put tile t, the count-th of this program, into the queue once its slot has been read."""
+def push(queue, count, numbers):
+    """Put the numbers of this program's count-th tile into the queue, once its slot was read."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     mbarrier.wait(queue.empty.index(count % 2), ((count // 2) & 1) ^ 1)
-    queue.slots.index(count % 2).store(gl.full([1], 0, gl.int32, layout=one) + t)
+    for i in gl.static_range(len(numbers)):
+        at = queue.slots.index(2 * i + count % 2)
+        at.store(gl.full([1], 0, gl.int32, layout=one) + numbers[i])
     mbarrier.arrive(queue.full.index(count % 2), count=1)
+
+
+@gluon.jit
+def pop_all(queue, count, WARPS: gl.constexpr, places):
+    """Return the numbers of this program's count-th tile, for a reader of WARPS warps."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    mbarrier.wait(queue.full.index(count % 2), (count // 2) & 1)
+    numbers = [gl.max(queue.slots.index(2 * i + count % 2).load(layout), axis=0) for i in places]
+    mbarrier.arrive(queue.empty.index(count % 2), count=1)
+    return numbers
 
 
 @gluon.jit
 def pop(queue, count, WARPS: gl.constexpr):
     """Return this program's count-th tile, -1 after the last, for a reader of WARPS warps."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    mbarrier.wait(queue.full.index(count % 2), (count // 2) & 1)
-    t = gl.max(queue.slots.index(count % 2).load(layout), axis=0)
-    mbarrier.arrive(queue.empty.index(count % 2), count=1)
-    return t
+    return pop_all(queue, count, WARPS, (0,))[0]
 
 
 @gluon.constexpr_function
