@@ -110,6 +110,14 @@ def with_swapped_operands(q, k, v, *others):
     return run("forward")(q, k, v, *others)
 
 
+def with_whole_tiles(q, k, v, intervals, *others):
+    """As if each tile wrote all its 128 queries, after the next tile's."""
+    out, lse = run("forward")(q, k, v, intervals, *others)
+    for start, end in intervals.starts[0, :-1].unfold(0, 2, 1).tolist():
+        out[:, end : start + 128] = 0
+    return out, lse
+
+
 def with_unlike_copies(*args):
     out, lse = run("forward")(*args)
     out[1, 100] += 0.5
@@ -118,7 +126,12 @@ def with_unlike_copies(*args):
 
 @pytest.mark.parametrize(
     ("kernel", "message"),
-    [(without_last_key, "out"), (with_swapped_operands, "out"), (with_unlike_copies, "2 copies")],
+    [
+        (without_last_key, "out"),
+        (with_swapped_operands, "out"),
+        (with_whole_tiles, "out"),
+        (with_unlike_copies, "2 copies"),
+    ],
 )
 def test_every_key_query_and_program_counts(kernel, message):
     assert message in check("forward", kernel, CPU, torch.bfloat16, 64, copies=2)

@@ -33,6 +33,7 @@ QUERIES = 799
 AHEAD = 58  # more keys than queries
 CHANGE = 400  # from this query on, the first 130 keys are out of sight
 BLIND = 3  # queries that see nothing
+DOCUMENT = 300  # queries: some tiles of packed rows end in the middle
 # Copies of the problem in one call: more tiles than any GPU has multiprocessors, so that programs
 # take several.
 COPIES = 48
@@ -134,7 +135,8 @@ def check(
     qfirst = torch.searchsorted(x.last, keys, out_int32=True)
     qlast = torch.searchsorted(x.first, keys, right=True, out_int32=True) - 1
     first, last, qfirst, qlast = (end.to(device) for end in (x.first, x.last, qfirst, qlast))
-    starts = launch.tile_starts(torch.zeros_like(first))
+    i = torch.arange(QUERIES, dtype=torch.int32, device=device)
+    starts = launch.tile_starts((i - i % DOCUMENT).expand_as(first))
     intervals = Intervals(first, last, qfirst, qlast, span, starts)
     sinks = None if x.sinks is None else x.sinks.to(device)
     bias = None if x.key_bias is None else x.key_bias.to(device).expand(copies, -1, -1)
