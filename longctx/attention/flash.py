@@ -107,7 +107,8 @@ def _intervals(mask: Mask) -> Intervals:
     ends: tuple[Any, Any, Any, Any] = mask.first, mask.last, mask.qfirst, mask.qlast
     unbounded = "brief" if ends[2].shape[-1] <= SHORT else "long"
     span = "packed" if mask.doc_ids is not None else "window" if mask.window else unbounded
-    span = "short" if mask.window is not None and mask.window <= SHORT else span
+    if mask.window is not None and mask.window <= SHORT:
+        span = "short" if mask.window <= SHORT // 2 else "medium"
     return Intervals(*ends, span, mask.starts if span == "packed" else mask.first)
 
 

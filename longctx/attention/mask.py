@@ -87,8 +87,7 @@ class Mask:
         starts = changes.flatten().nonzero().flatten()
         offsets = torch.cat([starts, starts.new_tensor([B * T])]).to(torch.int32)
         lengths, window = offsets.diff().long(), _checked(window)
-        pairs = causal_pairs(lengths, window)
-        visible = int(pairs.sum()) if pairs.numel() else 0
+        visible = int(causal_pairs(lengths, window).sum())
         # a power of two: torch.compile specializes on it
         longest = 1 << (int(lengths.max()) - 1).bit_length() if lengths.numel() else 0
         own: Any = {"offsets": offsets, "lengths": tuple(lengths.tolist()), "longest": longest}

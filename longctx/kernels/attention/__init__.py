@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:  # planning reads the sizes, and needs no torch
     from torch import Tensor
 
-SHORT = 1024  # keys of a window, up to which tiles of fewer keys are faster
+SHORT = 1024  # keys of a window or a row, up to half of which small tiles are faster
 HOPPER_SIZES = (64, 96, 128, 192, 256)  # to the next of which Hopper's kernels pad a head
 
 
@@ -31,9 +31,10 @@ def hopper_size(head_dim: int) -> int:
 class Intervals(NamedTuple):
     """Keys that each query sees, and the transpose, int32; both ends are included.
 
-    `first`, `last` are (B or 1, Tq), `qfirst`, `qlast` (B or 1, Tk). `span` is "short" if no query
-    sees more than SHORT keys of a window, else "packed" for documents, "window", "brief" for up to
-    SHORT keys, or "long". Tiles and their order are chosen by it; results do not depend on it.
+    `first`, `last` are (B or 1, Tq), `qfirst`, `qlast` (B or 1, Tk). `span` is "short" for windows
+    of up to SHORT / 2 keys, "medium" up to SHORT, else "packed" for documents, "window", "brief"
+    for up to SHORT keys, or "long". Tiles and their order are chosen by it; results do not depend
+    on it.
     `starts` of "packed" are `launch.tile_starts`, of others any tensor.
     """
 

@@ -55,7 +55,7 @@ UP, IN_TURN, DOWN, BY_HEAD = (gl.constexpr(i) for i in (1, 2, 3, 4))
 
 def directions(head_dim: int, group: int, ordered: bool, span: str) -> int:
     """Return how walks go, see above. In turn takes registers, at 64 channels too many."""
-    if group > 1 and not ordered and span in ("short", "window"):
+    if group > 1 and not ordered and span in ("short", "medium", "window"):
         return BY_HEAD.value
     if ordered or (group > 1 and head_dim > 64 and span != "packed"):
         return IN_TURN.value

@@ -173,8 +173,9 @@ def _rounding_error(N):
 
 
 @gluon.constexpr_function
-def _operands(results, N, packed, others):
-    return ",".join([results] * N + ["r"] * packed + ["f"] * others)
+def _operands(results, N, packed, others, in_place=False):
+    same = [str(i) for i in range(N)] if in_place else []
+    return ",".join([results] * N + same + ["r"] * packed + ["f"] * others)
 
 
 @gluon.jit
@@ -224,27 +225,26 @@ HIDDEN_TANH = gl.constexpr(-(2.0**63))
 
 @gluon.constexpr_function
 def _softcapped(N, EXPONENTIALS):
-    """Return PTX of `softcapped` for N numbers of a thread: N results, then N of s and of cap.
-
-    With EXPONENTIALS N of scale follow, and N of its row's -m.
+    """Return PTX of `softcapped` for N numbers of a thread: N results in the place of s, then N of
+    s and of cap; with EXPONENTIALS N of scale follow, and N of its row's -m.
     """
     cap, scale = f"${2 * N}", f"${3 * N}" if EXPONENTIALS else "1.0"
-    polynomial = ["mul.f32 y#, IN, IN;", "fma.rn.f32 OUT, y#, c2, c1;"]
-    polynomial += ["fma.rn.f32 OUT, OUT, y#, c0;", "mul.f32 OUT, OUT, IN;"]
+    polynomial = ["mul.f32 y#, $#, $#;", "fma.rn.f32 t#, y#, c2, c1;"]
+    polynomial += ["fma.rn.f32 t#, t#, y#, c0;", "mul.f32 $#, t#, $#;"]
     exponential = [  # 1 - 2 / (1 + exp(2 x))
-        "mul.f32 y#, IN, e;",
+        "mul.f32 y#, $#, e;",
         *("ex2.approx.ftz.f32 y#, y#;", "add.f32 y#, y#, 1.0;", "rcp.approx.ftz.f32 y#, y#;"),
-        "fma.rn.f32 OUT, y#, -2.0, 1.0;",
+        "fma.rn.f32 $#, y#, -2.0, 1.0;",
     ]
     if EXPONENTIALS:
-        exp2 = "ex2.approx.ftz.f32 OUT, OUT;"
-        polynomial[-1:] = ["fma.rn.f32 OUT, OUT, IN, ROW;", exp2]
-        exponential += [f"fma.rn.f32 OUT, OUT, {scale}, ROW;", exp2]
-    lines = [f".reg .pred any; .reg .f32 square, c, c0, c1, c2, e, y<{N}>;"]
+        exp2 = "ex2.approx.ftz.f32 $#, $#;"
+        polynomial[-1:] = ["fma.rn.f32 $#, t#, $#, ROW;", exp2]
+        exponential += [f"fma.rn.f32 $#, $#, {scale}, ROW;", exp2]
+    lines = [f".reg .pred any; .reg .f32 square, c, c0, c1, c2, e, y<{N}>, t<{N}>;"]
     # coefficients of s in place of x = cap · s, times scale
     lines += [f"mul.f32 square, {cap}, {cap}; mul.f32 c, {cap}, {scale};"]
     lines += [f"mul.f32 c{k}, c, {x:.9e}; mul.f32 c, c, square;" for k, x in enumerate(TANH)]
-    lines += [f"abs.f32 y{i}, ${N + i};" for i in range(N)]
+    lines += [f"abs.f32 y{i}, ${i};" for i in range(N)]
     lines += [f"max.f32 y{i % 8}, y{i % 8}, y{i};" for i in range(8, N)]
     lines += [f"max.f32 y{i}, y{i}, y{i + half};" for half in (4, 2, 1) for i in range(half)]
     lines += [
@@ -256,8 +256,7 @@ def _softcapped(N, EXPONENTIALS):
         for start in range(0, N, TOGETHER):
             for line in way:
                 for i in range(start, start + TOGETHER):
-                    own = line.replace("IN", f"${N + i}").replace("OUT", f"${i}")
-                    lines.append(own.replace("ROW", f"${4 * N + i}").replace("#", str(i)))
+                    lines.append(line.replace("ROW", f"${4 * N + i}").replace("#", str(i)))
         lines.append(end)
     return "\n".join(["{", *lines, "}"])
 
@@ -273,7 +272,8 @@ def softcapped(s, cap, scale=None, m=None):
     N: gl.constexpr = s.shape[0] * s.shape[1] // 128
     PTX: gl.constexpr = _softcapped(N, m is not None)
     given = [s, cap] if m is None else [s, cap, scale, (-m)[:, None].broadcast_to(s.shape)]
-    operands: gl.constexpr = _operands("=&f", N, 0, len(given) * N)
+    # registers of s hold the results, or 64 channels would spill twice as much
+    operands: gl.constexpr = _operands("=&f", N, 0, (len(given) - 1) * N, True)
     return gl.inline_asm_elementwise(PTX, operands, given, gl.float32, True, N)
 
 
