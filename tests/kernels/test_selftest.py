@@ -125,16 +125,10 @@ def with_unlike_copies(*args):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "message"),
-    [
-        (without_last_key, "out"),
-        (with_swapped_operands, "out"),
-        (with_whole_tiles, "out"),
-        (with_unlike_copies, "2 copies"),
-    ],
+    "kernel", [without_last_key, with_swapped_operands, with_whole_tiles, with_unlike_copies]
 )
-def test_every_key_query_and_program_counts(kernel, message):
-    assert message in check("forward", kernel, CPU, torch.bfloat16, 64, copies=2)
+def test_every_key_query_and_program_counts(kernel):
+    assert check("forward", kernel, CPU, torch.bfloat16, 64, copies=2).startswith("out")
 
 
 @pytest.fixture
@@ -207,17 +201,9 @@ def test_integers_are_the_same_everywhere(device):
     assert counts.min() > 19_000
 
 
-ON_GPU = [
-    *(("portable", torch.bfloat16, 64, 1), ("portable", torch.bfloat16, 96, 4)),
-    *(("portable", torch.float16, 128, 1), ("portable", torch.float32, 64, 2)),
-    *(
-        pytest.param("hopper", *case, marks=pytest.mark.hopper)
-        for case in (
-            *((torch.bfloat16, 64, 1), (torch.bfloat16, 96, 4)),
-            *((torch.bfloat16, 128, 1), (torch.float16, 128, 4)),
-        )
-    ),
-]
+TYPES = ((torch.bfloat16, 64, 1), (torch.bfloat16, 96, 4), (torch.float16, 128, 4))
+ON_GPU = [("portable", *case) for case in (*TYPES, (torch.float32, 64, 2))]
+ON_GPU += [pytest.param("hopper", *case, marks=pytest.mark.hopper) for case in TYPES]
 
 
 @pytest.mark.gpu
@@ -227,7 +213,8 @@ ON_GPU = [
 def test_the_gpus_kernels_pass(kernel, part, dtype, head_dim, group, bucket, copies):
     device = torch.device("cuda", 0)
     function = run(part, f"triton-{kernel}", device)
-    assert check(part, function, device, dtype, head_dim, group, bucket, copies) is None
+    variant = Variant(span="long" if bucket else "packed")
+    assert check(part, function, device, dtype, head_dim, group, bucket, copies, variant) is None
 
 
 # What identifies kernels: versions and sources
