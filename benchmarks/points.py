@@ -1,5 +1,4 @@
-"""A point of a measurement: steps of longctx on random tokens in a process of their own, next to
-what is predicted of them.
+"""A point of a measurement: steps on random tokens in a process of their own, and predictions.
 
 Running out of memory, or a kernel that fails, is a row of the table and ends nothing else.
 """

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import get_context
+from multiprocessing import get_context, set_start_method
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -96,6 +96,8 @@ def in_child(function: Callable[..., T], *arguments: Any, seconds: float | None 
 
 
 def _answer(sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    # A spawned process would spawn its data workers too, which import torch for seconds
+    set_start_method(None, force=True)
     try:
         sender.send(function(*arguments))
     except Exception as error:

@@ -56,8 +56,7 @@ def samples(
     for _ in range(max(3, int(min(repeats, seconds / max(one, 1e-9))))):
         if torch.cuda.is_available():
             torch.cuda._sleep(int(min(1.5 * issued, LONGEST_SLEEP) * CYCLES))
-        # At its power limit a GPU is faster after a call that took less: no call may always come
-        # after it.
+        # At its power limit a GPU is faster after a shorter call, so the order changes
         shuffle(order)
         for key, span in _round(calls, order).items():
             spans[key].append(span)

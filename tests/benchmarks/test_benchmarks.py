@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import arena, attention, caps, cards, context, points, reference, steps
+from benchmarks import arena, attention, caps, cards, context, points, processes, reference, steps
 from benchmarks.points import point, training_run
 from benchmarks.words import BENCHMARKS, main
 from longctx.attention import Mask
@@ -260,14 +260,12 @@ def test_pages_are_what_the_code_says(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.no_gpu
 def test_a_small_card_is_measured(tmp_path):
-    shape = ["model=tiny", "model.layers=1", "model.vocab_size=300", "compile=false", "workers=0"]
     own = ["measure=true", "lengths=64", "tokens=64", "minutes=60"]
-    assert main(["cards", *own, f"out={tmp_path}", *shape]) == 0
+    assert main(["cards", *own, f"out={tmp_path}", *TINY]) == 0
     card = json.loads((tmp_path / "none.json").read_text())
     assert [row["backend"] for row in card["steps"]] == ["flash", "sdpa", "naive"]
     (line,) = cards.step_rows("x.json", card)
-    speed = card["steps"][0]["tokens_per_second"]
-    assert line["`flash`"] == f"{speed:,.0f} (unknown card)"
+    assert line["`flash`"] == f"{card['steps'][0]['tokens_per_second']:,.0f} (unknown card)"
 
 
 def test_every_entrant_of_the_arena_is_a_model():
@@ -277,6 +275,8 @@ def test_every_entrant_of_the_arena_is_a_model():
     assert len({repr(x.workload.model) for x in models.values()}) == len(words)
     assert models["window-full"].workload.model.windows() == {64: 3, None: 1}
     assert arena.check("flash", 0) == [arena.LATE]  # the minutes are over
+    # Data workers of a spawned process are not spawned in their turn
+    assert processes.in_child(eval, "__import__('multiprocessing').get_start_method()") != "spawn"
 
 
 def test_arena_refuses_a_model_before_the_others_train(tmp_path, refused, monkeypatch):
