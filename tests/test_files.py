@@ -50,9 +50,7 @@ def test_a_failure_leaves_the_old_file_and_no_part(tmp_path):
 
 
 def test_parts_of_killed_processes_go_after_a_day(tmp_path):
-    old, new, other = (
-        tmp_path / f".{name}" for name in ("out.a.partial", "out.b.partial", "out.a")
-    )
+    old, new, other = (tmp_path / f".out.{end}" for end in ("a.partial", "b.partial", "a"))
     for path in (old, new, other):
         path.mkdir()
     for path in (old, other):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import count
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +26,18 @@ class HostBuffers:
     """Host memory for the saved activations of one block."""
 
     is_refused = False  # by a host without memory for them: the block stays on the GPU
-    _pool: ClassVar[dict[tuple[torch.device, int], HostBuffers]] = {}
+    # Of each model, by its first block: a model that is deleted gives back its host memory
+    _pool: ClassVar[WeakKeyDictionary[nn.Module, dict[Any, HostBuffers]]] = WeakKeyDictionary()
 
     def __init__(self) -> None:
         self.memory: dict[str, Tensor] = {}
         self.in_use = False
 
     @classmethod
-    def of(cls, device: torch.device, block: int) -> HostBuffers:
+    def of(cls, first_block: nn.Module, device: torch.device, block: int) -> HostBuffers:
         """Return the buffers of `block`; a second forward before its backward gets others."""
-        each = (cls._pool.setdefault((device, n), cls()) for n in count(block, 1 << 20))
+        own = cls._pool.setdefault(first_block, {})
+        each = (own.setdefault((device, n), cls()) for n in count(block, 1 << 20))
         buffers = next(x for x in each if not x.in_use)
         buffers.in_use = True
         return buffers
@@ -42,7 +45,8 @@ class HostBuffers:
     @classmethod
     def free(cls) -> None:
         """Give back all host memory that no forward pass holds."""
-        cls._pool = {at: buffers for at, buffers in cls._pool.items() if buffers.in_use}
+        for first_block, own in cls._pool.items():
+            cls._pool[first_block] = {at: buffers for at, buffers in own.items() if buffers.in_use}
 
     def like(self, name: str, x: Tensor) -> Tensor:
         buffer = self.memory.get(name)

@@ -182,7 +182,8 @@ class _Tape:
         """
         offload = self.memory.offload or 0.0
         is_offloaded = layer < round(offload * len(self.blocks)) if place >= 0 else self.reads_host
-        buffers = HostBuffers.of(self.device, place) if is_offloaded and tensors else None
+        has_buffers = is_offloaded and tensors
+        buffers = HostBuffers.of(self.blocks[0], self.device, place) if has_buffers else None
         return SavedTensors(tensors, buffers)
 
     def tensors(self, saved: SavedTensors) -> dict[str, Tensor]:
