@@ -1,6 +1,4 @@
-"""The model: a GPT in Llama's architecture. Importing the package, or its config, does not import
-torch.
-"""
+"""The model: a GPT in Llama's architecture. Neither the package nor its config imports torch."""
 
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any

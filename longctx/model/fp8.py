@@ -29,8 +29,7 @@ if HAS_TRITON:
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 LEAST = 1e-30  # see longctx.kernels.elementwise.quantize
-# Fast sums of cuBLAS have about 14 bits: enough for activations, too coarse for gradients
-# (arXiv 2412.19437, 3.3.2)
+# Fast sums of cuBLAS have 14 bits, too coarse for gradients (arXiv 2412.19437, 3.3.2)
 FAST_FORWARD, FAST_BACKWARD = True, False
 
 

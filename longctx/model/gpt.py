@@ -109,9 +109,8 @@ class GPT(nn.Module):
 
     def compile_blocks(self) -> None:
         """Compile blocks of attention in place; parameter names stay as they are."""
-        # All blocks share one compiled graph. If backward runs them again there are two, before and
-        # after attention. A backend that torch.compile cannot trace splits it too. If torch would
-        # stop compiling and go on without a word, it raises instead.
+        # All blocks share one compiled graph, or two if backward runs them again: before and after
+        # attention. Raise if torch would stop compiling and go on without a word.
         compile_cache.use()
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.fail_on_recompile_limit_hit = True

@@ -101,9 +101,7 @@ def off(model: GPT) -> Iterator[None]:
 
 @torch.no_grad()
 def merge(model: GPT) -> GPT:
-    """Add every trained product to the weight beside it, unpacked to the embedding's dtype: `model`
-    is a plain, trainable GPT then.
-    """
+    """Add every trained product to its weight, in the embedding's dtype: `model` is plain then."""
     for name, layer in list(model.named_modules()):
         weights = {f"{name}.{own}": x for own, x in layer.named_parameters(recurse=False)}
         weight = weights.get(f"{name}.weight")

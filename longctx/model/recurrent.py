@@ -17,10 +17,9 @@ Without β, N = v. A GPU computes it by fla-core (MIT) or not at all: chunks wou
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
 from typing import Any, ClassVar, NamedTuple
@@ -288,7 +287,7 @@ def chunked(batch: Batch, *terms: Tensor | None) -> tuple[Tensor, Tensor | None]
     return out, reached[place][..., None] * state[place[:2]] + added
 
 
-@functools.cache
+@cache
 def fla_refusal() -> str | None:
     """Return why no kernel of fla-core can run, with a remedy, or None."""
     try:

@@ -232,9 +232,7 @@ def test_preferences_are_measured(result_of):
 
 
 def test_pages_are_what_the_code_says(monkeypatch):
-    """A row of the longest sequences is searched for one of its three amounts of host memory: each
-    card, and each way to train, has all three.
-    """
+    """One of three amounts of host memory is searched again; each card and way has all three."""
     written = [line.strip("| ").split(" | ") for line in cards.PAGE.read_text().splitlines()]
     cells = {tuple(row[:2]): row[2:] for row in written if len(row) == 2 + len(cards.HOSTS)}
     search = cards.longest_cell

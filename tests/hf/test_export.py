@@ -1,6 +1,4 @@
-"""Folders that are written: whole or not at all, only for what transformers has a class for, and
-from the command line.
-"""
+"""Folders that are written: whole or not at all, and only if transformers has their class."""
 
 from pathlib import Path
 from typing import Any

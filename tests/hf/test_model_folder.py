@@ -1,6 +1,4 @@
-"""Folders that transformers writes: what they compute here, what of them is refused, and what comes
-back out.
-"""
+"""Folders that transformers writes: what they compute here, refusals, and what comes back out."""
 
 import json
 import shutil

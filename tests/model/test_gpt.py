@@ -168,9 +168,7 @@ def test_block_at_the_recompile_limit_is_an_error():
 
 @pytest.mark.gpu
 def test_tied_gradients_add_in_one_order_where_runs_must_repeat(monkeypatch):
-    """Three tokens that come up a hundred times each: their gradients are the same sums every time,
-    and those of fp64.
-    """
+    """Gradients of tokens that come up a hundred times are the same each time, as in fp64."""
     config = replace(CONFIG, channels=64)
     model, x = make(config, "flash").cuda(), tokens(2, 301) % 3
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,6 +1,4 @@
-"""LoRA: nothing changes at first, only the additions learn, merged they are a plain model, and peft
-reads the adapter.
-"""
+"""LoRA: it begins as the base, learns alone, merges into a plain model, and peft reads it."""
 
 from typing import Any
 

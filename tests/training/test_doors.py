@@ -17,6 +17,7 @@ from longctx.planner.peak_memory import OPTIMIZER, predict
 from longctx.training import callbacks, learning_rate, objectives, optimizers
 from longctx.training.batches import MicroBatch
 from longctx.training.run import Run
+from tests.model.test_mixers import SHORT, loaded
 from tests.training.sample_run import check_resumes_exactly, newest, sample_run, steps, validations
 
 
@@ -103,3 +104,12 @@ def test_what_an_optimizer_cannot_do_is_refused_and_not_chosen(own):
     steps = fitting.smallest(replace(config, memory=MemoryConfig()))
     assert {step.memory.optimizer_state for step in steps} == {"fp32"}
     assert predict(steps[0]).gpu[OPTIMIZER] == 4 * config.model.parameters()
+
+
+def test_a_mistake_in_a_mixer_is_one_line_with_its_place(overrides, tmp_path, refused):
+    wrong = SHORT.replace("x, batch):\n", "x, batch):\n        a, b = x.shape\n", 1)
+    (file := tmp_path / "wrong.py").write_text(wrong.replace('"short"', '"wrong"'))
+    with loaded(file):
+        code = cli.main(["train", *overrides(model__mixer="[wrong]", plugins=f"[{file}]")])
+    line = wrong[: wrong.index("a, b")].count("\n") + 1
+    refused(code, f"model.mixer=wrong: {file}, line {line}: forward: ValueError: too many values")

@@ -7,11 +7,12 @@ weights and costs when a model has such a layer, and only then its file, and tor
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from inspect import getfile
 from math import gcd, prod
 from pathlib import Path
 from traceback import extract_tb
@@ -81,7 +82,7 @@ class MixerSpec(AttentionSpec):
 
     def mistake(self, problem: str, place: str | None = None) -> ValueError:
         """Return the error for a `problem` of its class, in the class's file or at a `place`."""
-        place = place or sys.modules[self.computed_by.__module__].__file__
+        place = place or getfile(self.computed_by)
         return ValueError(f"model.mixer={self.mixer}: {place}: {problem}")
 
     def check_shape(self, methods: str, found: Any, wanted: Sequence[int]) -> None:
@@ -187,8 +188,18 @@ class MixerKeys(Group):
     @property
     def plugin_files(self) -> list[Path]:
         """Return the files outside this package that compute layers."""
-        modules = {sys.modules[part.computed_by.__module__] for part in of_model(self)}
-        return [Path(x.__file__ or "") for x in modules if not x.__name__.startswith("longctx.")]
+        classes = {part.computed_by for part in of_model(self)}
+        return [Path(getfile(x)) for x in classes if not x.__module__.startswith("longctx.")]
+
+    def mistake(self, error: BaseException) -> str | None:
+        """Return an error in a plugin's mixer as one line, with its place; None for any other."""
+        parts, files = {getfile(x.computed_by): x for x in of_model(self)}, self.plugin_files
+        frames = [x for x in extract_tb(error.__traceback__) if Path(x.filename) in files]
+        if not frames or os.environ.get("LONGCTX_TRACEBACK"):
+            return None
+        file, line, function, _ = frames[-1]
+        problem = f"{function}: {type(error).__name__}: {' '.join(str(error).split())}"
+        return str(parts[file].mistake(problem, f"{file}, line {line}"))
 
     def norms_around(self: Any, layer: int) -> tuple[bool, bool]:
         """Return True if `layer` has norms before its branches, and if it has norms after them."""
