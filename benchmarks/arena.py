@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from inspect import getfile
 from pathlib import Path
 
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from benchmarks.points import Row, decided, point, training_run
@@ -51,7 +52,8 @@ TOKENS = {"cuda": 2**23, "cpu": 3 * 2**16}
 LENGTHS = {"cuda": (8192, 16384, 32768, 65536), "cpu": ()}
 FIGURES = ("val_loss", "tokens_per_second", "memory_peak_gib", "process_peak_gib")
 LATE = "no minutes left"
-MARKERS = "osD^v<>phXP"  # with ten colours they make 110 looks
+MARKERS = "osD^v<>phXP"  # next to a colour of its own
+HOST = "Short sequences measure the host on a GPU: of all mixers only softmax runs as CUDA graphs."
 KEYS_FOUND = "pass keys found, from the beginning of a text to its end"
 OF_STEPS = ("tokens of a sequence", "tokens/s", "a step of training")
 BY_LENGTH = ("tokens/s of steps", "GiB of steps", KEYS_FOUND)
@@ -211,9 +213,10 @@ def write_page(about: Row, rows: list[Row], out: Path) -> None:
     for place, row in enumerate(ranked):
         losses = {n: x for n, x in row["losses"].items() if n >= 8}  # before, most know nothing
         speeds = {n: x for n, x in row.get(BY_LENGTH[0], {}).items() if isinstance(x, float)}
+        color = colormaps["turbo"]((place + 0.5) / len(ranked))
         for axis, found in zip(axes, (losses, speeds), strict=False):
             label, marker = f"{row['val_loss']:.2f}  {row['mixer']}", MARKERS[place % len(MARKERS)]
-            axis.plot(list(found), list(found.values()), marker=marker, label=label)
+            axis.plot(list(found), list(found.values()), color=color, marker=marker, label=label)
     names = ("tokens before", "loss", "validation loss by position, and of all"), OF_STEPS
     for axis, (x, y, title) in zip(axes, names, strict=False):
         axis.set_xscale("log", base=2)
@@ -222,7 +225,7 @@ def write_page(about: Row, rows: list[Row], out: Path) -> None:
     save_figure(figure, out / "page.png")
     lines = ["# The arena", ""]
     lines += [f"{name}: {cell(x)}  " for name, x in about.items() if name != "check"]
-    lines += ["", table(map(summary, rows)), "", "![](page.png)", ""]
+    lines += ["", table(map(summary, rows)), "", "![](page.png)", "", HOST, ""]
     for title in BY_LENGTH:
         cells = {row["mixer"]: by_length(row.get(title, {})) for row in rows}
         shown = [{"mixer": mixer} | found for mixer, found in cells.items() if found]

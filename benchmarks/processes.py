@@ -1,6 +1,4 @@
-"""The processes that a benchmark starts: a command that leaves none behind, and a function in a
-process of its own.
-"""
+"""The processes of a benchmark: a command that leaves none, a function in one of its own."""
 
 from __future__ import annotations
 

@@ -131,9 +131,7 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
 
 
 def shaped(peer: str, options: Options, overrides: list[str], tokens: int, device: str) -> Run:
-    """Return longctx's run with sequences of `tokens`; ValueError if no micro-batches make a step
-    of it.
-    """
+    """Return longctx's run with sequences of `tokens`; ValueError if none make a whole step."""
     given = [*overrides, f"seq_len={tokens}", "batch_size=1", f"devices={options.gpus}"]
     given += OURS.get(peer, [])
     by_transformers = "always" if peer == "longctx-adapter" else "never"
