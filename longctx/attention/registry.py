@@ -252,9 +252,7 @@ def _check_formula(name: str, backend: Backend, request: AttentionRequest, group
 
 
 def _by_formula(score: str, *inputs: Any) -> Tensor:
-    """Return what naive computes with the functions of `score`; ValueError names a mistake's line,
-    and functions that learn or make NaN.
-    """
+    """Return what naive computes with the functions of `score`; ValueError names a mistake."""
     file, name = SCORES[score][-1], f"attention.options.score={score}"
     try:
         exact = Attention("naive", {"score": score})(*inputs)
@@ -264,10 +262,12 @@ def _by_formula(score: str, *inputs: Any) -> Tensor:
         problem = f"{name}: {file}{''.join(lines[-1:])}: {type(error).__name__}: {error}"
         remedy = "it gets tensors: write torch.where for if, and &, | and ~ for and, or and not"
         raise ValueError(f"{problem}; {remedy}") from error
-    learned = "the optimizer has no numbers of it; a mixer may have such weights"
-    is_finite = bool(exact.isfinite().all())
-    refuse((exact.requires_grad, f"{name}: {learned}"))
-    refuse((not is_finite, f"{name}: {file}: outputs are NaN; let it be finite for all positions"))
+    wrong = {
+        "the optimizer has no numbers of it; a mixer may have such weights": exact.requires_grad,
+        f"{file}: outputs are NaN; let it be finite for all positions": not exact.isfinite().all(),
+        f"{file}: it hides every key from every query": not exact.any(),
+    }
+    refuse(*((found, f"{name}: {problem}") for problem, found in wrong.items()))
     return exact
 
 

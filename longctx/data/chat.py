@@ -437,6 +437,6 @@ def _source(folder: Path, settings: Mapping[str, Any]) -> str:
     if os.path.lexists(file):
         return untrusted.read_text(file, within=folder)
     template = template_in(settings)
-    problem = "no chat template, which conversations need; give a folder with one (data.tokenizer=)"
-    refuse((template is None, f"{folder}: {problem}"))
+    problem = "no chat template, which conversations need; put a chat_template.jinja there"
+    refuse((template is None, f"{folder}: {problem}, or train with data.tokenizer=FOLDER of one"))
     return template or ""

@@ -1,10 +1,11 @@
 """The tokens that validate: a share of the corpus, chosen by the hashes of its texts.
 
 Documents validate whole, in the order of their hashes, until the share is full, so a text mostly
-keeps its side when others come. Copies of a text have one side, in all sources of a mix; texts that
-are only alike do not: a tool such as datatrove takes those out beforehand. Shares are counted in
-bytes, so a run with another tokenizer validates the same documents. If the documents are too long
-for their share, the end of the longest validates, or of conversations the shortest.
+keeps its side when others come. For a share of up to a half, no more than half of the texts do.
+Copies of a text have one side, in all sources of a mix; texts that are only alike do not: a tool
+such as datatrove takes those out beforehand. Shares are counted in bytes, so a run with another
+tokenizer validates the same documents. If the documents are too long for their share, the end of
+the longest validates, or of conversations the shortest.
 """
 
 from __future__ import annotations
@@ -48,20 +49,25 @@ def by_hash(stores: Sequence[Store], fractions: Mapping[str, float | None]) -> l
     texts, text = np.unique(hashes.astype(np.uint64), return_inverse=True)
     sizes = np.zeros((len(texts), len(stores)), np.int64)  # bytes of (text, store)
     np.add.at(sizes, (text, owner), np.concatenate([store.n_bytes for store in stores]))
-    wanted = np.array([*map(_wanted, sizes.sum(axis=0).tolist(), fractions.values())])
+    in_store, total = sizes > 0, sizes.sum(axis=0)
+    wanted = np.array([*map(_wanted, total.tolist(), fractions.values())])
     missing = wanted.copy()
+    # Next to one long text all others may be few bytes: half of the texts are trained on
+    room = np.where(2 * wanted <= total, in_store.sum(axis=0) // 2, len(texts))
     enough = np.maximum(1, (1 - NEARLY) * wanted).astype(np.int64)  # bytes that may be missing
     validates = np.zeros(len(texts), bool)
     # In the order of their hashes: the same text is on the same side next to any others
     for number in np.argsort(splitmix(texts), kind="stable").tolist():
         if (missing < enough).all():
             break
-        if (sizes[number] <= np.where(missing < enough, 0, missing)).all():
+        fits = (sizes[number] <= np.where(missing < enough, 0, missing)).all()
+        if fits and (room >= in_store[number]).all():
             validates[number] = True
             missing -= sizes[number]
+            room -= in_store[number]
     trained = np.where(validates[text], 0, lengths)
     # Few long texts leave too little: the end of the longest validates, or one conversation
-    is_in_one_store = (sizes > 0).sum(axis=1) == 1
+    is_in_one_store = in_store.sum(axis=1) == 1
     for number, (place, store) in enumerate(zip(fractions, stores, strict=True)):
         own = np.flatnonzero(owner == number)
         others = own[(trained[own] > 0) & is_in_one_store[text[own]]]

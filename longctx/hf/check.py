@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx import plugins
+from longctx import attention, plugins
 from longctx.attention import Attention, Mask, registered
 from longctx.attention.context_parallel import Context
 from longctx.attention.description import DESCRIPTIONS, SCORES, AttentionConfig
@@ -185,6 +185,9 @@ def formula(trial: Trial) -> Found:
         return "it has no naive to compare forward with; write the formula"
     if not DESCRIPTIONS[trial.backend].exact:
         return "attention is not exact"
+    if trial.score != "none":  # what a run refuses
+        options = {"score": trial.score}
+        attention.check("naive", device="cpu", dtype=torch.float32, head_dim=16, options=options)
     if trial.mixer == SOFTMAX and trial.backend == "naive":
         return "naive itself computes it; on a GPU flex does"
     model, inputs = trial.model(), trial.inputs(2)

@@ -72,11 +72,9 @@ def export(
             folder.mkdir()
             write(folder)
             write_json(folder / "generation_config.json", generation)
-            for name in TOKENIZER_FILES:
-                if (tokenizers / name).is_file():
-                    limit = untrusted.TOKENIZER_SIZE
-                    text = untrusted.read_text(tokenizers / name, limit, within=tokenizers)
-                    (folder / name).write_text(text, encoding="utf-8")
+            for path in filter(Path.is_file, map(tokenizers.joinpath, TOKENIZER_FILES)):
+                text = untrusted.read_text(path, untrusted.TOKENIZER_SIZE, within=tokenizers)
+                (folder / path.name).write_text(text, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OSError(f"{out}: cannot be written: {reason}") from error
@@ -174,8 +172,8 @@ def stack(model: GPT, weights: Mapping[str, Any], config: LoraConfig) -> None:
             a, b = weights[f"{name}.lora_a"][:], weights[f"{name}.lora_b"][:]
         both = [matrix.unflatten(0, (layer.experts, -1)) for matrix in (layer.lora_a, a)]
         layer.lora_a = nn.Parameter(torch.cat(both, dim=1).flatten(0, 1))
-        b = torch.cat([layer.lora_b * layer.scale, b * config.factor], dim=1)
-        layer.lora_b = nn.Parameter(b)
+        both = [layer.lora_b * layer.scale, b * config.factor]
+        layer.lora_b = nn.Parameter(torch.cat(both, dim=1))
         layer.scale = 1.0
 
 
@@ -229,8 +227,7 @@ def export_adapter(
     """
     tensors: dict[str, Tensor] = {}
     merged = "leave adapter out to write the merged model"
-    paths: list[str] = []
-    parameters: list[str] = []
+    paths, parameters = list[str](), list[str]()
     modules = model.named_modules()
     layers = {f"{name}.weight": x for name, x in modules if isinstance(x, lora.LoraLinear)}
     pieces = model_folder.format_of(model.config).pieces(model)

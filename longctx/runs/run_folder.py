@@ -204,6 +204,8 @@ def checkpoint_of(path: Path, key: str = "checkpoint") -> Path:
         why = f"no such file or folder; {remedy}"
     elif (path / "adapter_config.json").exists():
         why = "an adapter, which lacks the weights it adds to; give the run, or a full export"
+    elif is_hugging_face(path):
+        why = "a Hugging Face folder already; give a run"
     elif (path / "config.yaml").exists():
         why = "the run has no checkpoint yet; train it further"
     else:

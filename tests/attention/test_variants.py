@@ -233,6 +233,7 @@ def test_a_backend_that_only_says_it_is_exact_is_refused():
         ("branches", branches, r"test_variants\.py, line \d+, in branches: .* torch\.where"),
         ("narrow", lambda score: score, "takes 1 positional argument but 5 were given"),
         ("nan", lambda score, *_: score.log(), r"test_variants\.py: outputs are NaN"),
+        ("blind", lambda score, *_: score - torch.inf, "hides every key from every query"),
     ):
         register_score(name, function)
         with pytest.raises(ValueError, match=rf"^attention\.options\.score={name}: .*{message}"):

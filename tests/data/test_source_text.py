@@ -123,7 +123,7 @@ def test_a_folder_is_read_by_kind(tmp_path, folder, options, read, left_out):
     names = [shard.name for shard in open_corpus(config).shards]
     assert "".join(name[0] for name in names) == read
     source = SOURCES["text"]
-    assert source.left_out(config).startswith(f"{left_out}; a glob reads them")
+    assert source.left_out(config).startswith(f"{left_out}; a glob reads texts")
     # Named, or in a folder of no other files, such a file is refused
     for path in (files / "d.tsv", files / "i.parquet"):
         with pytest.raises(ValueError, match=path.name):

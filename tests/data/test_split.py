@@ -49,6 +49,7 @@ def test_the_end_of_the_longest_text_validates(lengths, fraction):
     store, longest = Documents(lengths), int(np.argmax(lengths))
     trained = store.split(fraction)
     assert 0 < trained[longest] < lengths[longest]
+    assert 2 * (trained == 0).sum() < len(lengths)
     assert store.share(trained) == pytest.approx(fraction, rel=0.01)
 
 

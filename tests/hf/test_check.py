@@ -123,12 +123,14 @@ def test_every_check_of_a_cpu_passes(tmp_path):
 
 def test_score_functions_of_a_file_are_checked(tmp_path, capsys):
     code = next(code for code in blocks("extend.md", "python") if "def alibi" in code)
+    code += 'register_score("x", lambda s, *_: s * torch.ones(1, requires_grad=True))'
     (file := tmp_path / "my_scores.py").write_text(code)
     with loaded(file, SCORES):
-        assert check.check(str(file)) == 0
+        assert check.check(str(file)) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert [lines[0], lines[len(check.CHECKS) + 1]] == ["alibi", "first_and_last"]
-    assert sum(line.startswith("ok") for line in lines) == 2 * (len(check.CHECKS) - 4)
+    assert lines[:: len(check.CHECKS) + 1] == ["alibi", "first_and_last", "x"]
+    assert sum(line.startswith("ok") for line in lines) == 3 * (len(check.CHECKS) - 4)
+    assert [line[:24] for line in lines if "no numbers" in line] == ["FAILED  kernel = naive  "]
 
 
 def test_decoding_is_checked_for_an_exact_backend():

@@ -55,8 +55,7 @@ class LocalFiles(Source):
 
     def left_out(self, config: DataConfig) -> str:
         others = "; ".join(filter(None, (_left_out(path, config) for path in config.paths())))
-        ending = next((word.strip(",;") for word in others.split() if word[0] == "."), "")
-        return others and f"{others}; a glob reads them, such as data.path='FOLDER/**/*{ending}'"
+        return others and f"{others}; a glob reads texts, such as data.path='FOLDER/**/*.rst'"
 
     def pinned(self, config: DataConfig) -> DataConfig:
         paths = list(map(absolute, config.paths()))
