@@ -47,7 +47,7 @@ triton.knobs.nvidia.dump_ptxas_log = True
 AMPERE_TILES = {80: 163, 86: 99, 120: 99}  # of the cards that take them: KiB of shared memory
 TOKENS, LONG = 333, 8333  # that 16 does not divide; from 8,192 on some kernels have other tiles
 BF16, FP32 = torch.bfloat16, torch.float32
-SPANS = "short", "medium", "packed", "window"
+SPANS = "short", "medium", "packed", "window", "brief"
 
 
 class Compiler:

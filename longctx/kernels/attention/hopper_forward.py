@@ -114,6 +114,7 @@ class ForwardConfig(NamedTuple):
     `pingpong`: consumers issue their products in turn. `overlap`: softmax stays ahead of the wait
     for the product before it. `own_bounds`: a consumer masks only what its own queries see in part.
     `out_in_q`: out leaves from q's memory, and q is loaded again. `by_document`: tiles of `starts`.
+    `fixed_max`: in bf16 the maximum of a row stays.
     """
 
     BN: int
@@ -125,6 +126,7 @@ class ForwardConfig(NamedTuple):
     own_bounds: bool = False
     out_in_q: bool = False
     by_document: bool = False
+    fixed_max: bool = True
 
 
 class ForwardBuffers(NamedTuple):
@@ -159,7 +161,8 @@ CONFIGS = {  # by head size
 # with fewer queries in each. One H200, ms with CONFIGS → with these: documents of 3,000, heads of
 # 64: 2.42 → 1.86, of 128: 2.92 → 2.70; heads of 64, 16 × 1,024: 0.259 → 0.231, window 128: 1.26 →
 # 1.14; but one document of 16,384: 1.96 → 2.09. Tiles of short windows instead of medium ones:
-# window 1,024: 1.39 → 1.46, 512 in documents of 3,000: 0.94 → 0.90
+# window 1,024: 1.39 → 1.46, 512 in documents of 3,000: 0.94 → 0.90. In 16 × 1,024 of 128 channels a
+# maximum that follows the scores is cheaper than the second launch of a fixed one.
 OTHER_CONFIGS = {
     ("short", 256): CONFIGS[256]._replace(pingpong=False),
     ("medium", 256): CONFIGS[256]._replace(pingpong=False),
@@ -167,6 +170,7 @@ OTHER_CONFIGS = {
     ("medium", 64): ForwardConfig(128, 3, 2, 240, True, False, True),
     ("brief", 64): ForwardConfig(128, 3, 2, 240, True, False, True),
     ("packed", 64): ForwardConfig(128, 4, 2, 240, True, False, True, by_document=True),
+    ("brief", 128): CONFIGS[128]._replace(own_bounds=True, fixed_max=False),
     ("packed", 128): CONFIGS[128]._replace(own_bounds=True, by_document=True),
 }
 ROWS = gl.constexpr(64)  # queries of a consumer warpgroup
@@ -678,7 +682,8 @@ def forward_kernel(
 def config_of(size: int, span: str, scores: Scores) -> ForwardConfig:
     """Return the config of heads of `size` channels; `span` as in `Intervals`."""
     # TMA reads biases from multiples of 16 bytes on, where few documents begin
-    span = "brief" if span == "packed" and scores.key_bias is not None else span
+    if span == "packed" and scores.key_bias is not None:
+        span = "medium" if size == 64 else "long"
     return OTHER_CONFIGS.get((span, size), CONFIGS[size])
 
 
@@ -775,9 +780,10 @@ def _first_forward(
     programs = min(tiles * B * Hq, multiprocessors(q.device))
     kernels, ends = [], (intervals.first, intervals.last, intervals.starts)
     # again for flagged tiles, if m is fixed
-    for retry in (False, True) if dtype == gl.bfloat16 else (False,):
+    fixed = config.fixed_max and dtype == gl.bfloat16
+    for retry in (False, True) if fixed else (False,):
         pointers = lse, flags[retry:], flags[2:], *ends, sinks_or(lse, scores), out
-        passes = dict(FIXED_MAX=dtype == gl.bfloat16 and not retry, RETRY=retry)
+        passes = dict(FIXED_MAX=fixed and not retry, RETRY=retry)
         given = maps, pointers, scalars, constants | passes
         again = first_launch(forward_kernel, programs, *given, num_warps=4)
         assert again is not None, "Gluon has no interpreter"

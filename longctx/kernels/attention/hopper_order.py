@@ -199,9 +199,8 @@ def bias_of_keys(
     else:
         b, kv_head, n0, _, _, _, _, _ = key_tile(t, schedule, GROUP, BM, BN, ORDERED)
         stride = schedule.tiles * BN * BIAS_ROWS
-        return bias + (b * schedule.Hq + kv_head * GROUP).to(
-            gl.int64
-        ) * stride + n0 * BIAS_ROWS, stride
+        head = (b * schedule.Hq + kv_head * GROUP).to(gl.int64)
+        return bias + head * stride + n0 * BIAS_ROWS, stride
 
 
 class Buffers(NamedTuple):

@@ -67,29 +67,21 @@ ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, ran
 
 
 @gluon.jit
+def _bar(HOW: gl.constexpr, i, THREADS: gl.constexpr):
+    PTX: gl.constexpr = f"bar.{HOW} $1, {THREADS};\n\tmov.u32 $0, 0;"
+    gl.inline_asm_elementwise(PTX, "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def bar_sync(i, THREADS: gl.constexpr):
     """Wait at named barrier i until THREADS threads have arrived."""
-    gl.inline_asm_elementwise(
-        f"bar.sync $1, {THREADS};\n\tmov.u32 $0, 0;",
-        "=r,r",
-        [i],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    _bar("sync", i, THREADS)
 
 
 @gluon.jit
 def bar_arrive(i, THREADS: gl.constexpr):
     """Arrive at named barrier i, for which THREADS threads are counted, without waiting."""
-    gl.inline_asm_elementwise(
-        f"bar.arrive $1, {THREADS};\n\tmov.u32 $0, 0;",
-        "=r,r",
-        [i],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    _bar("arrive", i, THREADS)
 
 
 class Queue(NamedTuple):
@@ -173,8 +165,8 @@ def _rounding_error(N):
 
 
 @gluon.constexpr_function
-def _operands(results, N, packed, others, in_place=False):
-    same = [str(i) for i in range(N)] if in_place else []
+def _operands(results, N, packed, others, in_place=0):
+    same = [str(i) for i in range(in_place)]
     return ",".join([results] * N + same + ["r"] * packed + ["f"] * others)
 
 
@@ -225,26 +217,28 @@ HIDDEN_TANH = gl.constexpr(-(2.0**63))
 
 @gluon.constexpr_function
 def _softcapped(N, EXPONENTIALS):
-    """Return PTX of `softcapped` for N numbers of a thread: N results in the place of s, then N of
-    s and of cap; with EXPONENTIALS N of scale follow, and N of its row's -m.
+    """Return PTX of `softcapped` for N numbers of a thread: N results, then N of s and of cap.
+
+    With EXPONENTIALS N of scale follow, and N of its row's -m; results are in the place of s.
     """
     cap, scale = f"${2 * N}", f"${3 * N}" if EXPONENTIALS else "1.0"
-    polynomial = ["mul.f32 y#, $#, $#;", "fma.rn.f32 t#, y#, c2, c1;"]
-    polynomial += ["fma.rn.f32 t#, t#, y#, c0;", "mul.f32 $#, t#, $#;"]
+    first = 0 if EXPONENTIALS else N  # operand of s
+    polynomial = ["mul.f32 y#, IN, IN;", "fma.rn.f32 t#, y#, c2, c1;"]
+    polynomial += ["fma.rn.f32 t#, t#, y#, c0;", "mul.f32 OUT, t#, IN;"]
     exponential = [  # 1 - 2 / (1 + exp(2 x))
-        "mul.f32 y#, $#, e;",
+        "mul.f32 y#, IN, e;",
         *("ex2.approx.ftz.f32 y#, y#;", "add.f32 y#, y#, 1.0;", "rcp.approx.ftz.f32 y#, y#;"),
-        "fma.rn.f32 $#, y#, -2.0, 1.0;",
+        "fma.rn.f32 OUT, y#, -2.0, 1.0;",
     ]
     if EXPONENTIALS:
-        exp2 = "ex2.approx.ftz.f32 $#, $#;"
-        polynomial[-1:] = ["fma.rn.f32 $#, t#, $#, ROW;", exp2]
-        exponential += [f"fma.rn.f32 $#, $#, {scale}, ROW;", exp2]
+        exp2 = "ex2.approx.ftz.f32 OUT, OUT;"
+        polynomial[-1:] = ["fma.rn.f32 OUT, t#, IN, ROW;", exp2]
+        exponential += [f"fma.rn.f32 OUT, OUT, {scale}, ROW;", exp2]
     lines = [f".reg .pred any; .reg .f32 square, c, c0, c1, c2, e, y<{N}>, t<{N}>;"]
     # coefficients of s in place of x = cap · s, times scale
     lines += [f"mul.f32 square, {cap}, {cap}; mul.f32 c, {cap}, {scale};"]
     lines += [f"mul.f32 c{k}, c, {x:.9e}; mul.f32 c, c, square;" for k, x in enumerate(TANH)]
-    lines += [f"abs.f32 y{i}, ${i};" for i in range(N)]
+    lines += [f"abs.f32 y{i}, ${first + i};" for i in range(N)]
     lines += [f"max.f32 y{i % 8}, y{i % 8}, y{i};" for i in range(8, N)]
     lines += [f"max.f32 y{i}, y{i}, y{i + half};" for half in (4, 2, 1) for i in range(half)]
     lines += [
@@ -256,7 +250,8 @@ def _softcapped(N, EXPONENTIALS):
         for start in range(0, N, TOGETHER):
             for line in way:
                 for i in range(start, start + TOGETHER):
-                    lines.append(line.replace("ROW", f"${4 * N + i}").replace("#", str(i)))
+                    own = line.replace("IN", f"${first + i}").replace("OUT", f"${i}")
+                    lines.append(own.replace("ROW", f"${4 * N + i}").replace("#", str(i)))
         lines.append(end)
     return "\n".join(["{", *lines, "}"])
 
@@ -272,8 +267,9 @@ def softcapped(s, cap, scale=None, m=None):
     N: gl.constexpr = s.shape[0] * s.shape[1] // 128
     PTX: gl.constexpr = _softcapped(N, m is not None)
     given = [s, cap] if m is None else [s, cap, scale, (-m)[:, None].broadcast_to(s.shape)]
-    # registers of s hold the results, or 64 channels would spill twice as much
-    operands: gl.constexpr = _operands("=&f", N, 0, (len(given) - 1) * N, True)
+    # in the place of s, or forward would spill twice as much at 64 channels
+    IN_PLACE: gl.constexpr = 0 if m is None else N
+    operands: gl.constexpr = _operands("=&f", N, 0, len(given) * N - IN_PLACE, IN_PLACE)
     return gl.inline_asm_elementwise(PTX, operands, given, gl.float32, True, N)
 
 

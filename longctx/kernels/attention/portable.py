@@ -99,7 +99,7 @@ def masked_tile(t, lo, full_lo, full_hi):
 
 @triton.jit
 def _head(x, b, h, T, stride_b, stride_h, TMA: tl.constexpr):
-    """Return the beginning of head h of row b: (base, row, column).
+    """Return the beginning of head h of sequence b: (base, row, column).
 
     With TMA the base is a descriptor of a (B·T, columns) matrix, otherwise a pointer moved there.
     """
@@ -138,7 +138,7 @@ def _store(x, value, t, T, stride_t, D: tl.constexpr, PAD: tl.constexpr, ROWS: t
 
 @triton.jit
 def _row(bias, b, h, Tk, stride_b):
-    """Return the beginning of head h of row b of a key bias or its gradient."""
+    """Return the beginning of head h of sequence b of a key bias or its gradient."""
     return bias + b.to(tl.int64) * stride_b + h.to(tl.int64) * Tk
 
 
