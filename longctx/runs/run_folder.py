@@ -53,8 +53,8 @@ def stem(choices: dict[str, str], seq_len: int, changed: dict[str, str]) -> str:
 def check_free(root: Path, name: str | None) -> None:
     """Raise ValueError if the run `name` exists already."""
     if name is not None and (path := root / name).exists():
-        remedy = f"continue it with resume={path}, or choose another name"
-        raise ValueError(f"name={name}: {path} exists already; {remedy}")
+        remedy = f"continue it with resume={path}" if checkpoints(path) else "delete what is there"
+        raise ValueError(f"name={name}: {path} exists already; {remedy}, or choose another name")
 
 
 def create(root: Path, name: str | None, beginning: str) -> Path:

@@ -43,8 +43,9 @@ class Mix(Source):
         members(config)
 
     def check_files(self, config: DataConfig) -> None:
-        for _, member in members(config).values():
-            SOURCES[member.source].check_files(member)
+        for name, (_, member) in members(config).items():
+            with untrusted.named(f"data.mix.{name}", errors=(ValueError, OSError)):
+                SOURCES[member.source].check_files(member)
 
     def left_out(self, config: DataConfig) -> str:
         own = (member for _, member in members(config).values())
