@@ -13,9 +13,7 @@ from longctx import cli
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0 done, 1 failed, 2 a mistake (one line on stderr), 74 a full disk,
-    128 + N stopped by signal N.
-    """
+    """Return the exit code, which means what that of train.py does."""
     return cli.main(["eval", *argv])
 
 

@@ -1,8 +1,7 @@
 """The commands: arguments → a checked dataclass → the function. Nothing here imports torch.
 
-One table has every command: what it does, examples, keys, function. A command imports its libraries
-when it runs, so `--help` and wrong keys are answered before torch is imported, which takes 5 to
-30 s. parse.py reads the arguments.
+One table has every command: its keys, examples and function. A command imports its libraries when
+it runs: `--help` and wrong keys are answered before torch is imported, which takes 5 to 30 s.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from longctx.config.eval_config import ChatConfig, EvalConfig, GenerateConfig, S
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.data.sources.registry import check_files
+from longctx.model.mixers.description import mistake
 from longctx.parallel.launch import GRACE, join, launched, number_here, supervise
 from longctx.runs import run_folder
 
@@ -82,11 +82,10 @@ def answer(
     argv: list[str], help_text: Callable[[list[str]], str], run: Callable[[list[str]], int | None]
 ) -> int:
     """Call `run(argv)` and return the exit code: its own (None: 0), 0 for help, 2 for a mistake,
-    files.FULL_DISK, or 128 + the number of a signal, as 130 for Ctrl-C and 141 (SIGPIPE) if nobody
-    reads stdout any more.
+    files.FULL_DISK, or 128 + a signal's number: 130 for Ctrl-C, 141 if nobody reads stdout.
 
-    A mistake is a ValueError or an OSError, one line on stderr; LONGCTX_TRACEBACK=1 adds its
-    traceback.
+    A mistake is a ValueError, an OSError, or an error in a plugin's mixer: one line on stderr.
+    LONGCTX_TRACEBACK=1 adds its traceback.
     """
     files.open_closed_streams()
     # An arrow must not end a run whose terminal is latin-1
@@ -115,7 +114,8 @@ def answer(
                 return stop.code
             if isinstance(error, RuntimeError) and "home directory" in str(error):
                 error = ValueError("HOME: not set, or ~USER is no user; set it, or write paths out")
-            if not isinstance(error, ValueError | OSError):
+            shown = mistake(error) or error
+            if not isinstance(shown, ValueError | OSError):
                 raise error
             # A mistake of the user: one line
             if os.environ.get("LONGCTX_TRACEBACK"):
@@ -123,11 +123,11 @@ def answer(
             # Rank 0 prints the problem; torchrun ends all ranks after the first end
             if number_here():
                 time.sleep(GRACE)
-                return files.exit_code(error)
-            text = str(error)
-            for line in text.splitlines() if isinstance(error, fields.Mistakes) else [text]:
+                return files.exit_code(shown)
+            text = str(shown)
+            for line in text.splitlines() if isinstance(shown, fields.Mistakes) else [text]:
                 print(f"error: {files.printable(' '.join(line.split()))}", file=sys.stderr)
-            return files.exit_code(error)
+            return files.exit_code(shown)
 
 
 # Help

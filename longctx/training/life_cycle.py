@@ -160,16 +160,17 @@ class LifeCycle:
         return code
 
     def _last_words(self, error: Exception, log: RunLog, machine: Machine) -> str | None:
-        """Return the line about `error`; None if it needs a traceback, or the command prints it."""
-        model = log.run.workload.model
+        """Return the line that tells the user of `error`; None if it needs a traceback, or if the
+        command line prints it.
+        """
         if isinstance(error, TOLD):
             return str(error)
         if not isinstance(error, RuntimeError | MemoryError):
-            return model.mistake(error)
+            return None
         if is_out_of_memory(error):
             return memory.explain(log.run.workload, log.steps_done, machine)
         if self.parallel.is_lost_connection(error):
             reason = str(error).splitlines()[0].partition(". ")[0]
             return f"a process of the run does not answer ({reason}); {go_on(log.run.folder)}"
         worker = lost_worker(error)
-        return f"{worker}; {go_on(log.run.folder)}" if worker else model.mistake(error)
+        return None if worker is None else f"{worker}; {go_on(log.run.folder)}"

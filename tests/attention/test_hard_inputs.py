@@ -1,6 +1,4 @@
-"""flash on hard inputs: NaN around them, addresses that no tensor map takes, random lengths,
-repeats.
-"""
+"""flash on hard inputs: NaN around them, unaligned addresses, random lengths, repeats."""
 
 import random
 

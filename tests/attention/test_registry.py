@@ -1,6 +1,4 @@
-"""The registry: explicit requests, no fallback, what ran on record, and room for backends from
-outside.
-"""
+"""The registry: explicit requests, no fallback, a record of what ran, and backends from outside."""
 
 from dataclasses import replace
 

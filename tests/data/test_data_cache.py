@@ -1,6 +1,4 @@
-"""The cache never shows a half-built folder: several builders, a killed one, a full disk, a damaged
-file.
-"""
+"""The cache shows no half-built folder: several builders, a killed one, a full disk, damage."""
 
 import errno
 import os

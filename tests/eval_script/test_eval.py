@@ -1,6 +1,4 @@
-"""eval.py from the command line: a run in, a table and a JSON out; every mistake one line and exit
-code 2.
-"""
+"""eval.py on the command line: a run in, a table and a JSON out; a mistake is a line and code 2."""
 
 import errno
 import json

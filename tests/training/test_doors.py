@@ -107,9 +107,16 @@ def test_what_an_optimizer_cannot_do_is_refused_and_not_chosen(own):
 
 
 def test_a_mistake_in_a_mixer_is_one_line_with_its_place(overrides, tmp_path, refused):
-    wrong = SHORT.replace("x, batch):\n", "x, batch):\n        a, b = x.shape\n", 1)
-    (file := tmp_path / "wrong.py").write_text(wrong.replace('"short"', '"wrong"'))
-    with loaded(file):
-        code = cli.main(["train", *overrides(model__mixer="[wrong]", plugins=f"[{file}]")])
+    right = SHORT.replace('"short"', '"wrong"')
+    wrong = right.replace("x, batch):\n", "x, batch):\n        a, b = x.shape\n", 1)
+    (file := tmp_path / "wrong.py").write_text(wrong)
+    (trained := tmp_path / "right.py").write_text(right)
     line = wrong[: wrong.index("a, b")].count("\n") + 1
-    refused(code, f"model.mixer=wrong: {file}, line {line}: forward: ValueError: too many values")
+    keys = overrides(model__mixer="[wrong]", max_steps=1)
+    with loaded(trained):
+        assert cli.main(["train", *keys, f"plugins=[{trained}]", "name=r"]) == 0
+    for words in (["train", *keys], ["eval", str(tmp_path / "runs/r")]):
+        with loaded(file):
+            code = cli.main([*words, f"plugins=[{file}]"])
+        place = f"model.mixer=wrong: {file}, line {line}: forward: ValueError"
+        refused(code, f"{place}: too many values")

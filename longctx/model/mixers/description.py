@@ -7,7 +7,6 @@ weights and costs when a model has such a layer, and only then its file, and tor
 from __future__ import annotations
 
 import importlib
-import os
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -60,6 +59,17 @@ def class_of(name: str) -> Any:
     if MIXERS[name] is None:
         importlib.import_module(f"longctx.model.mixers.{name}")
     return MIXERS[name]
+
+
+def mistake(error: BaseException) -> ValueError | None:
+    """Return an error in a plugin's mixer as one line, with its place; None for any other."""
+    names = {getfile(x): name for name, x in MIXERS.items() if x and name not in FILES}
+    frames = [x for x in extract_tb(error.__traceback__) if x.filename in names]
+    if not frames:
+        return None
+    file, line, function, _ = frames[-1]
+    problem = f"{function}: {type(error).__name__}: {' '.join(str(error).split())}"
+    return ValueError(f"model.mixer={names[file]}: {file}, line {line}: {problem}")
 
 
 @dataclass(frozen=True)
@@ -190,16 +200,6 @@ class MixerKeys(Group):
         """Return the files outside this package that compute layers."""
         classes = {part.computed_by for part in of_model(self)}
         return [Path(getfile(x)) for x in classes if not x.__module__.startswith("longctx.")]
-
-    def mistake(self, error: BaseException) -> str | None:
-        """Return an error in a plugin's mixer as one line, with its place; None for any other."""
-        parts, files = {getfile(x.computed_by): x for x in of_model(self)}, self.plugin_files
-        frames = [x for x in extract_tb(error.__traceback__) if Path(x.filename) in files]
-        if not frames or os.environ.get("LONGCTX_TRACEBACK"):
-            return None
-        file, line, function, _ = frames[-1]
-        problem = f"{function}: {type(error).__name__}: {' '.join(str(error).split())}"
-        return str(parts[file].mistake(problem, f"{file}, line {line}"))
 
     def norms_around(self: Any, layer: int) -> tuple[bool, bool]:
         """Return True if `layer` has norms before its branches, and if it has norms after them."""
