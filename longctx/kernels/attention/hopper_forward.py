@@ -161,16 +161,16 @@ CONFIGS = {  # by head size
 # with fewer queries in each. One H200, ms with CONFIGS → with these: documents of 3,000, heads of
 # 64: 2.42 → 1.86, of 128: 2.92 → 2.70; heads of 64, 16 × 1,024: 0.259 → 0.231, window 128: 1.26 →
 # 1.14; but one document of 16,384: 1.96 → 2.09. Tiles of short windows instead of medium ones:
-# window 1,024: 1.39 → 1.46, 512 in documents of 3,000: 0.94 → 0.90. In 16 × 1,024 of 128 channels a
-# maximum that follows the scores is cheaper than the second launch of a fixed one.
+# window 1,024: 1.39 → 1.46, 512 in documents of 3,000: 0.94 → 0.90
 OTHER_CONFIGS = {
     ("short", 256): CONFIGS[256]._replace(pingpong=False),
     ("medium", 256): CONFIGS[256]._replace(pingpong=False),
     ("short", 64): ForwardConfig(64, 4, 3, 160, False, False, True),
     ("medium", 64): ForwardConfig(128, 3, 2, 240, True, False, True),
+    ("medium", 128): CONFIGS[128]._replace(own_bounds=True),
     ("brief", 64): ForwardConfig(128, 3, 2, 240, True, False, True),
     ("packed", 64): ForwardConfig(128, 4, 2, 240, True, False, True, by_document=True),
-    ("brief", 128): CONFIGS[128]._replace(own_bounds=True, fixed_max=False),
+    ("brief", 128): CONFIGS[128]._replace(own_bounds=True, fixed_max=False),  # one launch, not two
     ("packed", 128): CONFIGS[128]._replace(own_bounds=True, by_document=True),
 }
 ROWS = gl.constexpr(64)  # queries of a consumer warpgroup
@@ -398,7 +398,11 @@ def attend(
     if masked:
         s = bounded(s, n0, first_i, last_i, inner, OWN_BOUNDS)
     if FIXED_MAX:
-        p = softcapped(s, cap, scale_log2, m) if AT_ONCE else gl.exp2(s * scale_log2 - m[:, None])
+        if AT_ONCE:
+            # in place if registers are few: with enough of them it takes 2% longer
+            p = softcapped(s, cap, scale_log2, m, CONSUMERS == 3)
+        else:
+            p = gl.exp2(s * scale_log2 - m[:, None])
         plain = row_sums(p, ROWS, BN)
         l += plain
     else:

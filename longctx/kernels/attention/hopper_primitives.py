@@ -165,9 +165,9 @@ def _rounding_error(N):
 
 
 @gluon.constexpr_function
-def _operands(results, N, packed, others, in_place=0):
-    same = [str(i) for i in range(in_place)]
-    return ",".join([results] * N + same + ["r"] * packed + ["f"] * others)
+def _operands(results, N, packed, others, in_place=False):
+    tied = [str(i) for i in range(N)] if in_place else []
+    return ",".join([results] * N + tied + ["r"] * packed + ["f"] * others)
 
 
 @gluon.jit
@@ -216,13 +216,13 @@ HIDDEN_TANH = gl.constexpr(-(2.0**63))
 
 
 @gluon.constexpr_function
-def _softcapped(N, EXPONENTIALS):
+def _softcapped(N, EXPONENTIALS, IN_PLACE):
     """Return PTX of `softcapped` for N numbers of a thread: N results, then N of s and of cap.
 
-    With EXPONENTIALS N of scale follow, and N of its row's -m; results are in the place of s.
+    With EXPONENTIALS N of scale follow, and N of its row's -m.
     """
     cap, scale = f"${2 * N}", f"${3 * N}" if EXPONENTIALS else "1.0"
-    first = 0 if EXPONENTIALS else N  # operand of s
+    first = 0 if IN_PLACE else N  # operand of s
     polynomial = ["mul.f32 y#, IN, IN;", "fma.rn.f32 t#, y#, c2, c1;"]
     polynomial += ["fma.rn.f32 t#, t#, y#, c0;", "mul.f32 OUT, t#, IN;"]
     exponential = [  # 1 - 2 / (1 + exp(2 x))
@@ -257,7 +257,7 @@ def _softcapped(N, EXPONENTIALS):
 
 
 @gluon.jit
-def softcapped(s, cap, scale=None, m=None):
+def softcapped(s, cap, scale=None, m=None, IN_PLACE: gl.constexpr = False):
     """Return tanh(cap · s), s a matrix product, or exp2(scale · tanh(cap · s) - m).
 
     Of heads of 64 channels an exponential takes as long as a score's products. So a warp whose
@@ -265,11 +265,9 @@ def softcapped(s, cap, scale=None, m=None):
     of 1. It decides by a branch, as in `rounding_error`.
     """
     N: gl.constexpr = s.shape[0] * s.shape[1] // 128
-    PTX: gl.constexpr = _softcapped(N, m is not None)
+    PTX: gl.constexpr = _softcapped(N, m is not None, IN_PLACE)
     given = [s, cap] if m is None else [s, cap, scale, (-m)[:, None].broadcast_to(s.shape)]
-    # in the place of s, or forward would spill twice as much at 64 channels
-    IN_PLACE: gl.constexpr = 0 if m is None else N
-    operands: gl.constexpr = _operands("=&f", N, 0, len(given) * N - IN_PLACE, IN_PLACE)
+    operands: gl.constexpr = _operands("=&f", N, 0, (len(given) - IN_PLACE) * N, IN_PLACE)
     return gl.inline_asm_elementwise(PTX, operands, given, gl.float32, True, N)
 
 
