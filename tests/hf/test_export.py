@@ -44,7 +44,7 @@ def save(weights: dict[str, torch.Tensor], config: dict[str, Any], path: Path) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"qkv_bias": True, "qk_norm": "head"}, r"no class of .*model\.qkv_bias=True"),
+        ({"qkv_bias": True, "qk_norm": "head"}, r"no class of .*model\.qkv_bias=true"),
         ({"qk_norm": "head", "nope_layers": [1]}, "no class of"),
         ({"window": 8, "qkv_bias": True, "out_bias": True}, "no class of"),
         ({"channels": 26, "head_dim": 8}, "no class of"),

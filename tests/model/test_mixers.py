@@ -120,12 +120,12 @@ def test_what_a_mixer_lacks_is_refused(monkeypatch):
     scored, two = AttentionConfig("naive", options={"score": "x"}), ContextConfig(2)
     wrong: Any = {"flash: it has no score function; use": {"attention": AttentionConfig("flash")}}
     wrong |= {"x: the mixer has its own": {"attention": scored, "devices": 1}}
-    for message, changes in (wrong | {": context=2 .* divides 1": {"context": two}}).items():
+    for message, changes in (wrong | {"share = .heads.; give con": {"context": two}}).items():
         with pytest.raises(ValueError, match=rf"mixer=short.*{message}"):
             check_attention(replace(config, **changes), config.model, "cpu")
     shared = replace(config, context=ContextConfig("auto"))
     assert {division.context for division in divisions(shared, config.model)} == {1}
-    with pytest.raises(ValueError, match=r"model\.mixer="):
+    with pytest.raises(ValueError, match=r"of this model: model\.mixer=\[short\]"):
         write_config(config.model, 64)
     with pytest.raises(ValueError, match="graphs=true: mixers"):
         workload_of(replace(config, devices=1, graphs="true"), "cuda", 64).check_graphs()

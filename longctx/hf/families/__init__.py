@@ -14,7 +14,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from longctx import files, untrusted
-from longctx.config.fields import refuse
+from longctx.config.fields import refuse, shown
 from longctx.hf.families.config_json import TABLES, ConfigJson
 from longctx.hf.families.family import PARTS, Family
 from longctx.spec.model_config import GPTConfig
@@ -115,9 +115,9 @@ def write_config(config: GPTConfig, context: int) -> dict[str, Any]:
             found = family.read(ConfigJson(Path("config.json"), family.defaults | keys))
             if _comparable(found, context) == wanted:
                 return keys
-    features = {**vars(config), "source": {}}
-    usual = vars(GPTConfig())
-    named = [f"model.{key}={x}" for key, x in features.items() if x != usual.get(key, x)]
+    sizes = FAMILIES["llama"].sizes.values()
+    usual = vars(GPTConfig()) | {key: getattr(config, key) for key in ("source", *sizes)}
+    named = [f"model.{key}={shown(x)}" for key, x in vars(config).items() if x != usual.get(key, x)]
     raise ValueError(f"no class of transformers has all of this model: {', '.join(named)}")
 
 

@@ -253,10 +253,10 @@ def shared_heads(model: Any) -> int:
 
 
 def check(model: Any, chosen: AttentionConfig, device: str, degree: Any, method: str) -> None:
-    """Raise ValueError if attention or `device` cannot compute the mixers of `model`, or `degree`
-    devices cannot share its sequences by this `method`.
-    """
+    """Refuse mixers of `model` that attention, `device` or context=`degree` cannot compute."""
     heads, ranks = shared_heads(model), 1 if degree == "auto" else degree
+    whole = ",".join(part.mixer for part in of_model(model) if not part.computed_by.share)
+    refuse((whole and ranks > 1, f'model.mixer={whole}: has no share = "heads"; give context=1'))
     for part in of_model(model):
         setting, own = f"model.mixer={part.mixer}", chosen.of_window(part.window)
         needs, given = frozenset(part.computed_by.needs), chosen.variant
