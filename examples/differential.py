@@ -1,5 +1,4 @@
-"""Differential attention (arXiv 2410.05258): two softmaxes share a value, and their difference
-cancels the noise in both.
+"""Differential attention (arXiv 2410.05258): the noise of two softmaxes cancels in a difference.
 
     o = (softmax(scale · q1 k1ᵀ) - λ softmax(scale · q2 k2ᵀ)) v,    y = (1 - λ0) norm(o)
     λ = exp(a1·b1) - exp(a2·b2) + λ0,    a, b learned, of all heads of the layer

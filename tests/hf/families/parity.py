@@ -1,11 +1,10 @@
 """The tests of every model family: what transformers computes from a folder, we compute, and the
-folder that we write is the same model there.
-
-A family's test file holds a subclass of `FamilyTests` with the family's own configurations.
+folder that we write is the same model there. families.yaml has each family's own configurations.
 """
 
 import functools
 import json
+import os
 import random
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -190,8 +189,9 @@ class FamilyTests:
     rounding: float = 1e-5
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        if "case" in metafunc.fixturenames:  # five seeds pick each value
-            slow = [pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 4)]
+        if "case" in metafunc.fixturenames:  # five seeds pick each value; LONGCTX_SEEDS=15 more
+            seeds = range(3, int(os.environ.get("LONGCTX_SEEDS", 5)))
+            slow = [pytest.param(seed, marks=pytest.mark.slow) for seed in seeds]
             metafunc.parametrize("case", [0, 1, 2, *slow, *self.cases])
 
     def rope_keys(self, rope: Mapping[str, Any]) -> dict[str, Any]:
