@@ -60,6 +60,7 @@ def read(row: Row) -> tuple[list[Message], Any]:
         wanted = "'messages', 'conversations', 'instruction', or 'prompt' and 'completion'"
         found = ", ".join(list(row)[:8])
         problem = f"no conversation: give {wanted}; the row has {found}"
+        refuse((layout is not None and not messages, "its messages are empty; leave it out"))
         refuse((not messages or not isinstance(messages, list), problem))
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
     has_own = layout == "messages" and first.get("role") in ("system", "developer")

@@ -280,6 +280,7 @@ SPECIAL = "x<|im_end|>"
     ("row", "message"),
     [
         ({"question": "q"}, r"chats.jsonl:1: .*'instruction', .*has question"),
+        ({"messages": []}, "chats.jsonl:1: its messages are empty"),
         ({"messages": [{"role": "user", "content": 3}]}, "message 1 .*'content'"),
         ({"messages": [asks(["a"])]}, "message 1: .*text parts"),
         ({"messages": [asks([{"type": "image", "text": "a"}])]}, "message 1: .*text parts"),
