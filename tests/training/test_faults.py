@@ -34,8 +34,7 @@ def test_a_mistake_leaves_no_run_behind(overrides, changes, message, tmp_path, c
     }
     assert train.main(overrides(**changes)) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ")
-    assert message in error
+    assert error.startswith("error: ") and message in error
     assert not (tmp_path / "runs").exists()
 
 
