@@ -49,8 +49,10 @@ def without_writes(folder: Path) -> Iterator[None]:
     if shutil.which("mount") is None or subprocess.run(bind, capture_output=True).returncode:
         pytest.skip("mounts a folder again, without writes; that takes root on Linux")
     subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True)
-    yield
-    subprocess.run(["umount", "-l", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
 
 
 def finished(
@@ -61,9 +63,7 @@ def finished(
     input: str = "",
     **environment: object,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `script`, or -c or -m, to its end, one thread a process; `inside` comes before, `input`
-    is its stdin.
-    """
+    """Run `script`, -c or -m with one thread to its end, after `inside`; `input` is its stdin."""
     own = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": 1} | environment
     command, piped = [*inside, sys.executable, str(script), *words], {"capture_output": True}
     env = os.environ | {name: str(value) for name, value in own.items()}

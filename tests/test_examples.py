@@ -63,9 +63,7 @@ def header(recipe: Path) -> dict[str, str]:
 
 
 def jobs(recipe: Path, overrides: list[str]) -> list[list[str]]:
-    """Return the arguments of train.py of each run that the recipe's command starts; `overrides`
-    take the place of its keys.
-    """
+    """Return train.py's arguments in each run of a recipe; `overrides` replace its keys."""
     _, _, *words = shlex.split(header(recipe)["Command"])
     is_sweep = words[0] == "-m"
     mine = {word.partition("=")[0] for word in overrides}

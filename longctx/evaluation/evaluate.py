@@ -36,6 +36,7 @@ from longctx.evaluation.load import TrainedModel, build_model, of_run, of_source
 from longctx.evaluation.passkey import TOKENS_TOGETHER
 from longctx.evaluation.perplexity import perplexity
 from longctx.evaluation.score import OnBatch, Progress, Scorer
+from longctx.model.mixers.description import mistake
 from longctx.parallel.devices import (
     able_backends,
     check_attention,
@@ -135,7 +136,7 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
     config = request.config
     assert config.checkpoint is not None
     model = open_model(config.checkpoint)
-    home = model.home
+    home, folder = model.home, model.home / evaluations.FOLDER
     own_split = model.run is not None and not request.names_data
     # The run's own backend, unless the command line names one
     names_attention = any(name.partition(".")[0] == "attention" for name in request.overrides)
@@ -160,7 +161,7 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
     # An hour of scoring must not end at a folder that cannot be written.
     if isinstance(config, eval_config.ScoreConfig):
         files.check_writable(config.out.absolute().parent)
-    files.check_writable(next(path for path in (home, *home.parents) if path.exists()))
+    files.check_writable(next(path for path in (folder, *folder.parents) if path.exists()))
     if model.run is not None and home != model.folder:
         print(f"{model.folder}: no file can be made there, so the results go to {home}")
     # A longer context is allowed: to see how a model extrapolates is a use of evaluation.
@@ -372,4 +373,4 @@ def explain(error: Exception, parallel: Parallel) -> str | None:
         )
     if parallel.is_lost_connection(error):
         return f"a process of the evaluation does not answer ({str(error).splitlines()[0]})"
-    return None if parallel.is_first else files.one_line(error)
+    return None if parallel.is_first else files.one_line(mistake(error) or error)

@@ -19,6 +19,7 @@ from longctx import files, system
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.kernels import SelfTestFailed
+from longctx.model.mixers.description import mistake
 from longctx.parallel.devices import is_out_of_memory, this_machine, within_memory
 from longctx.parallel.launch import Launched, go_on, number_here
 from longctx.parallel.mesh import Parallel, parallel_of
@@ -79,7 +80,8 @@ class LifeCycle:
                     shutil.rmtree(self.run.folder, ignore_errors=True)
                 raise
             except BaseException as error:
-                self.parallel.fail(str(error), files.exit_code(error))
+                shown = mistake(error) or error
+                self.parallel.fail(str(shown), files.exit_code(shown))
                 raise
 
     def start(self, request: Request[TrainConfig], machine: Machine, locks: ExitStack) -> Run:
@@ -160,9 +162,7 @@ class LifeCycle:
         return code
 
     def _last_words(self, error: Exception, log: RunLog, machine: Machine) -> str | None:
-        """Return the line that tells the user of `error`; None if it needs a traceback, or if the
-        command line prints it.
-        """
+        """Return the line about `error`; None if it is to be raised."""
         if isinstance(error, TOLD):
             return str(error)
         if not isinstance(error, RuntimeError | MemoryError):

@@ -34,9 +34,7 @@ any_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS[-
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def implementation(request, monkeypatch):
-    """Each implementation that this machine can run: the real kernels, interpreted where there is
-    no GPU, and CPU tiles.
-    """
+    """Each implementation that can run here: real kernels, interpreted ones, and CPU tiles."""
     if not ON_GPU:
         monkeypatch.setattr(tiled, "ROWS", 16)
         monkeypatch.setattr(tiled, "COLS", 32)
@@ -99,9 +97,7 @@ def test_tensor_map_loads(dtype, implementation, monkeypatch):
     "poison", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)]
 )
 def test_nan_and_inf_stay_in_their_document(poison, implementation):
-    """NaN and inf in one document, q, k, v and do, leave every other document's bits alone, and
-    show in its own.
-    """
+    """NaN and inf in a document's q, k, v and do show in it, and leave all others' bits alone."""
     inside, others = slice(20, 27), [*range(20), *range(27, 50)]
     mask = Mask.documents(torch.tensor([0] * 20 + [1] * 7 + [2] * 23)[None])
     tensors = inputs(Case(1, 50, 50, Hq=2, Hkv=1), torch.float32)

@@ -48,9 +48,7 @@ def same(x, y, name, kernel):
 
 
 def test_offsets_beyond_two_to_the_31():
-    """The last rows of tensors of more than 2³¹ elements, against naive attention on those rows
-    alone.
-    """
+    """The last rows of tensors of over 2³¹ elements are those of naive attention on them alone."""
     T, H, D, W = (1 << 20) + 4096 + 77, 16, 128, 64
     shape = 1, T, H, D
     q, k, v = (torch.randn(shape, device="cuda").bfloat16().requires_grad_() for _ in range(3))

@@ -24,9 +24,7 @@ def filler(tokenizer: Tokenizer) -> np.ndarray:
 
 
 class Oracle(GPT):
-    """A model that finds what followed the question's words when they first stood in the row; blind
-    beyond `sight` tokens.
-    """
+    """A model that finds what followed the question's words first, blind beyond `sight` tokens."""
 
     def __init__(self, tokenizer: Tokenizer, sight: int = 10**9) -> None:
         super().__init__(GPTConfig(vocab_size=512, layers=1, channels=16, heads=2, ffn=16), "naive")

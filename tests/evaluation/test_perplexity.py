@@ -30,9 +30,7 @@ def documents(*lengths: int) -> list[EncodedDocument]:
 
 
 def nats(model: GPT, ids: np.ndarray) -> Tensor:
-    """(tokens - 1,) fp64: -ln p of each token but the first, from the logits of all tokens before
-    it.
-    """
+    """Return -ln p of each token but the first, (tokens - 1,) fp64, given all tokens before."""
     with torch.no_grad():
         logp = model(torch.from_numpy(ids)[None])[0].double().log_softmax(-1)
     return -logp[:-1].gather(1, torch.from_numpy(ids)[1:, None])[:, 0]

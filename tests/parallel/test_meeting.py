@@ -20,6 +20,7 @@ from longctx.parallel import meeting
 from longctx.parallel.launch import go_on
 from longctx.parallel.meeting import Arrival, misfit
 from longctx.runs import checkpoint_index, metrics_file, run_folder
+from tests.model.test_mixers import SHORT
 from tests.processes import children, descendants, environment, free_ports, is_alive, state_of
 from tests.training.sample_run import FAULTY
 from tests.training.test_processes import SCRIPT, begin, wait_for_step
@@ -103,6 +104,17 @@ def test_a_process_killed_before_it_arrives_is_named(overrides, tmp_path):
     [error] = errors_of(process, code=1)
     assert "process 1 (PID " in error
     assert "has ended with SIGKILL" in error
+
+
+@pytest.mark.slow
+def test_a_mistake_in_a_mixer_of_rank_1_is_printed_with_its_place(overrides, tmp_path):
+    here = 'x, batch):\n        assert __import__("os").environ["RANK"] == "0", "of rank 1"\n'
+    (file := tmp_path / "mine.py").write_text(SHORT.replace("x, batch):\n", here, 1))
+    keys = overrides(name="r", devices=2, plugins=f"[{file}]", model__mixer="[short]")
+    [error] = errors_of(begin([str(SCRIPT), *keys], tmp_path))
+    assert "process 1 (PID " in error
+    assert f"model.mixer=short: {file}, line " in error
+    assert error.endswith(": forward: AssertionError: of rank 1")
 
 
 @pytest.mark.slow

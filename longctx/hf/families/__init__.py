@@ -58,7 +58,7 @@ def read_model(folder: str | Path) -> tuple[Family, GPTConfig]:
     try:
         config = family.read(source.with_keys(**family.defaults | source))
         return family, replace(config, source=dict(source))
-    except (AttributeError, IndexError, TypeError, KeyError) as error:
+    except (AttributeError, ArithmeticError, LookupError, TypeError) as error:
         reason = f"{type(error).__name__}: {files.one_line(error)}"
         raise source.error(f"its keys are not as transformers writes them ({reason})") from error
 

@@ -174,9 +174,9 @@ class FalconH1(Mamba):
         numbers = (source.number(f"{name}_multiplier", 1.0) for name in names)
         attention_in, attention_out, keys, ssm_in, ssm_out = numbers
         # silu(f g) u is that of an input times f, over f
-        gate, down = source.get("mlp_multipliers") or (1.0, 1.0)
-        residual = down / gate
-        z, x, B, C, rate = (ssm_in * f for f in source.get("ssm_multipliers") or [1.0] * 5)
+        mlp, ssm = (source.get(f"{name}_multipliers") or [1.0] * 5 for name in ("mlp", "ssm"))
+        gate, residual = mlp[0], mlp[1] / mlp[0]
+        z, x, B, C, rate = (ssm_in * ssm[n] for n in range(5))
         options = {ours: source.size(key) for key, ours in self.options.items()}
         options |= {"C_factor": C, "B_factor": B, "x_factor": x, "rate_factor": rate}
         options |= {"gate_factor": z, "out_factor": ssm_out / residual}
