@@ -24,7 +24,7 @@ from longctx.training.learning_rate import schedule_of
 
 SIZES = ("GiB", "host GiB")  # of a GPU, of the host
 SPEED = ("s/step", "tokens/s", "MFU")
-WIDTH = 100  # columns of the widest lines
+WIDTH = 100  # columns of settings below a table
 
 
 def run(
@@ -96,10 +96,10 @@ def run(
 
 
 def print_rows(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
-    """Print a table, and below it the settings of each row that "memory" does not tell."""
+    """Print a table, and below it the settings of each row if its policy alone has others."""
     grid(title, columns, rows)
-    told = [row for row in rows if row.get("settings", row["memory"]) != row["memory"]]
-    lines = [f"{row['backend']}, {row['memory']}: memory={row['settings']}" for row in told]
+    others = [row for row in rows if row.get("settings", row["memory"]) != row["memory"]]
+    lines = [f"{row['backend']}, {row['memory']}: memory={row['settings']}" for row in others]
     wrapped = [textwrap.fill(line, WIDTH, subsequent_indent="    ") for line in lines]
     print(*wrapped, sep="\n", end="\n\n" if lines else "")
 
