@@ -53,7 +53,7 @@ def stem(choices: dict[str, str], seq_len: int, changed: dict[str, str]) -> str:
 def check_free(root: Path, name: str | None) -> None:
     """Raise ValueError if the run `name` exists already."""
     if name is not None and (path := root / name).exists():
-        remedy = f"continue it with resume={path}" if checkpoints(path) else "delete what is there"
+        remedy = f"continue it with resume={path}" if checkpoints(path) else "delete it if unused"
         raise ValueError(f"name={name}: {path} exists already; {remedy}, or choose another name")
 
 
