@@ -44,9 +44,7 @@ HAS_COMPILED = threading.Event()  # torch.compile, since `collect_after_compilin
 
 
 def collect_after_compiling() -> None:
-    """Free the tensors of a call that torch.compile has compiled. It leaves frames in cycles (torch
-    2.11): x, out and lse of a block, 3 GiB of 8, were there until Python happened to collect them.
-    """
+    """Free the tensors that torch.compile leaves in cycles (torch 2.11), such as 3 GiB of 8."""
     if HAS_COMPILED.is_set():
         HAS_COMPILED.clear()
         gc.collect()

@@ -63,13 +63,14 @@ def class_of(name: str) -> Any:
 
 def mistake(error: BaseException) -> ValueError | None:
     """Return an error in a plugin's mixer as one line, with its place; None for any other."""
-    names = {getfile(x): name for name, x in MIXERS.items() if x and name not in FILES}
-    frames = [x for x in extract_tb(error.__traceback__) if x.filename in names]
+    own = {name: getfile(x) for name, x in MIXERS.items() if x and name not in FILES}
+    frames = [x for x in extract_tb(error.__traceback__) if x.filename in own.values()]
     if not frames:
         return None
     file, line, function, _ = frames[-1]
     problem = f"{function}: {type(error).__name__}: {' '.join(str(error).split())}"
-    return ValueError(f"model.mixer={names[file]}: {file}, line {line}: {problem}")
+    names = " or ".join(name for name, path in own.items() if path == file)
+    return ValueError(f"model.mixer={names}: {file}, line {line}: {problem}")
 
 
 @dataclass(frozen=True)
