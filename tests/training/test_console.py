@@ -89,7 +89,7 @@ def test_the_documents_are_warned_about(tmp_path):
     counts = {"train_efficiency": 0.25, "sources_without_end": 1}
     unread, endless, padding = warnings(sample_run(config), COUNTS | counts)
     assert "2 .pdf, 1 without an ending, 1 .1, 1 .2, 1 .3, others; " in unread
-    assert unread.endswith("/*.pdf'")
+    assert unread.endswith("data.path='FOLDER/**/*.rst'")
     assert "answers will not end" in endless
     assert "75%" in padding
 
