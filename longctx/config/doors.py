@@ -97,8 +97,8 @@ class Objective(NamedTuple):
     # Called before the first step, with the weights that training begins with: run, data, module
     # and ranks → plain values that checkpoints hold
     prepare: Callable[[Any, Any, Any, Any], dict[str, Any]] | None = None
-    # The default learning rate, as a share of that of cross entropy
-    rate: float = 1.0
+    # The default learning rate of cross entropy, as a multiple of its own
+    slower: float = 1.0
 
 
 class ScheduleTraits(NamedTuple):

@@ -24,7 +24,7 @@ from longctx.model.layers import Block, RMSNorm
 from longctx.model.loss import IGNORED, ZLoss, linear_cross_entropy, shaped
 from longctx.model.mixer import Batch, Mixer
 from longctx.model.packed import is_packed
-from longctx.model.recompute import HAS_COMPILED, checkpointed_blocks, forward_in_tiles
+from longctx.model.recompute import COMPILED, checkpointed_blocks, forward_in_tiles
 from longctx.model.rope import Angles, Rope, Ropes
 from longctx.runs import compile_cache
 from longctx.spec.model_config import GPTConfig
@@ -114,7 +114,8 @@ class GPT(nn.Module):
         compile_cache.use()
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-        torch._dynamo.callback.on_compile_end(lambda *_: HAS_COMPILED.set())
+        if COMPILED.append not in torch._dynamo.callback_handler.end_callbacks:
+            torch._dynamo.callback.on_compile_end(COMPILED.append)
         for layer, block in enumerate(self.blocks):
             is_mixer = isinstance(block.attention, Mixer)  # its kernels may not be traceable
             if layer >= self.recomputed_blocks and not is_mixer:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import gc
 import math
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,13 +40,13 @@ from longctx.model.offload import Away, HostBuffers, SavedTensors, present
 from longctx.model.rope import Angles
 
 Tokens = tuple[Tensor, ...]  # each (1, B·T, ...): the tokens of all rows, one after another
-HAS_COMPILED = threading.Event()  # torch.compile, since `collect_after_compiling`
+COMPILED = deque[Any](maxlen=1)  # by torch.compile, since `collect_after_compiling`
 
 
 def collect_after_compiling() -> None:
     """Free the tensors that torch.compile leaves in cycles (torch 2.11), such as 3 GiB of 8."""
-    if HAS_COMPILED.is_set():
-        HAS_COMPILED.clear()
+    if COMPILED:
+        COMPILED.clear()
         gc.collect()
 
 

@@ -119,6 +119,8 @@ def supervise(processes: Launched) -> int:
     that fails decides it; it is 1 if a rank is killed, and one line names the rank.
     """
     pids: dict[int, int] = {}  # PID → rank
+    ranks, most = processes.ranks, max(16, 4 * (os.cpu_count() or 1))
+    refuse((ranks > most, f"devices={ranks}: this machine can run few; give at most {most}"))
 
     def send(number: int, _: object = None) -> None:
         for pid in list(pids):

@@ -81,7 +81,8 @@ def run(
     columns = ("backend", "memory", "sequences", *SIZES, "fits", *SPEED)
     print_rows("Memory and speed", columns, rows)
     terms = [term.split()[0] for term in TERMS]
-    grid("Predicted peak by term, GiB", ("backend", "memory", *terms, "GiB"), rows)
+    where = f" on each of {answered.devices:,} GPUs" if answered.devices > 1 else ""
+    grid(f"Predicted peak by term{where}, GiB", ("backend", "memory", *terms, "GiB"), rows)
     if len(requests) > 1:
         print(f"attention=auto: {fastest}, {reason}\n")
 
@@ -156,8 +157,7 @@ def each_layout(
 ) -> list[Workload]:
     """Return the step of `request` on a GPU in every layout that it leaves open."""
     step = without_data(request, "cuda")
-    machines = -(-request.devices // per_machine)
-    step = replace(step, machines=machines, measured=measured or {})
+    step = replace(step, machines=-(-request.devices // per_machine), measured=measured or {})
     each = divisions(request, request.model)
     return [step.divided(division, step.seq_len) for division in each]
 

@@ -121,11 +121,10 @@ def default_learning_rate(config: TrainConfig, model: GPTConfig) -> float:
     """Return the default peak rate."""
     # From random weights near GPT-3's table of sizes; for trained ones as in YaRN (arXiv
     # 2309.00071); ten times that for LoRA: its additions begin at zero (arXiv 2405.09673).
-    # Objectives may take a share of it.
-    share = config.objective.traits.rate
-    if config.lora.rank is not None:
-        return share * 2e-4
-    return share * (2e-5 if config.init is not None else 0.5 / model.channels)
+    # Objectives may take a part of it.
+    divisor = 2 * model.channels if config.init is None else 50_000
+    divisor = divisor if config.lora.rank is None else 5_000
+    return 1 / (divisor * config.objective.traits.slower)  # exactly 1e-6 of dpo
 
 
 def progress(step: int, run: Schedule) -> float:

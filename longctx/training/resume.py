@@ -29,7 +29,8 @@ def continued(run: Run) -> Run:
         about, steps_done = checkpoint["longctx"], checkpoint["steps_done"]
         assert run.data is not None
         changed = f"resume={folder}: the documents, their split or the tokenizer are no longer"
-        refuse((run.data.fingerprint != about["data"], f"{changed} those that the run began with"))
+        changed += " those that the run began with; restore them, or train anew with init"
+        refuse((run.data.fingerprint != about["data"], f"{changed}={folder}"))
         run_folder.check_unedited(folder, about["config"], run.saved)
         # The tensors, before anything computes with them
         workload = run.workload

@@ -155,8 +155,9 @@ def test_block_at_the_recompile_limit_is_an_error():
     """At torch's recompile limit an error, not a silent fall back to eager."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=False):
-        model = make()
-        model.compile_blocks()
+        for model in (make(), make()):
+            model.compile_blocks()
+        assert len(torch._dynamo.callback_handler.end_callbacks) == 1  # of both
         assert torch._dynamo.config.fail_on_recompile_limit_hit
         with torch._dynamo.config.patch(recompile_limit=1):
             for block in model.blocks:

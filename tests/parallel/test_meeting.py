@@ -113,7 +113,7 @@ def test_a_mistake_in_a_mixer_of_rank_1_is_printed_with_its_place(overrides, tmp
     keys = overrides(name="r", devices=2, plugins=f"[{file}]", model__mixer="[short]")
     [error] = errors_of(begin([str(SCRIPT), *keys], tmp_path))
     assert "process 1 (PID " in error
-    assert f"model.mixer=short: {file}, line " in error
+    assert f"plugins={file}: line " in error
     assert error.endswith(": forward: AssertionError: of rank 1")
 
 

@@ -104,7 +104,7 @@ def test_a_plan_shows_what_is_possible(words, shown, hidden, planned):
 def test_many_gpus_that_nobody_has(planned):
     words = ["gpu=H100", "gpu_memory=80", "host_memory=1024", "model=1b", "attention=flash"]
     out = planned(*words, "seq_len=262144", "devices=16")
-    assert "16 GPUs on 2 machines" in out
+    assert "16 GPUs on 2 machines" in out and "by term on each of 16 GPUs, GiB" in out
     tables = out.partition("Layouts")[2].partition("Memory and speed")[0].splitlines()
     assert max(map(len, out.splitlines())) <= 120 and "…" not in out
     layouts = {tuple(line.split()[:3]) for line in tables}

@@ -44,7 +44,7 @@ class Mix(Source):
 
     def check_files(self, config: DataConfig) -> None:
         for name, (_, member) in members(config).items():
-            with untrusted.named(f"data.mix.{name}", errors=(ValueError, OSError)):
+            with untrusted.named(f"data.mix.{name}", errors=(ValueError, FileNotFoundError)):
                 SOURCES[member.source].check_files(member)
 
     def left_out(self, config: DataConfig) -> str:

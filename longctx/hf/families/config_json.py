@@ -57,12 +57,11 @@ class ConfigJson(dict[str, Any]):
 
     def number(self, key: str, default: Any = None) -> Any:
         """Return a number above 0, or `default`, which a missing or null one has."""
-        return self._number(key, self.get(key), default)
+        return self.above_0(key, self.get(key), default)
 
     def flag(self, key: str) -> bool:
         """Return true or false; false if it is missing or null."""
-        value = self.get(key)
-        value = False if value is None else value
+        value = False if self.get(key) is None else self[key]
         if not isinstance(value, bool):
             raise self.error(f"{key}={value!r} must be true or false")
         return value
@@ -93,7 +92,7 @@ class ConfigJson(dict[str, Any]):
                 shown = f"{place}.{key}={_short(value)}"
                 raise self.error(f"{shown} is not covered yet; one rope for all layers")
         owner = rope if "rope_theta" in rope else self
-        theta = self._number("rope_theta", owner.get("rope_theta"), 10000.0)
+        theta = self.above_0("rope_theta", owner.get("rope_theta"), 10000.0)
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":
             return theta, {}
@@ -123,7 +122,7 @@ class ConfigJson(dict[str, Any]):
             value, shown = rope[SHARE], f"{place}.{SHARE}"
         if not is_covered:
             self.refuse_unless(shown, value, (1.0, None))
-        return self._number(shown, value, 1.0)
+        return self.above_0(shown, value, 1.0)
 
     def refuse_uncovered(
         self, read: Collection[str], harmless: Collection[str], covered: dict[str, Any]
@@ -153,7 +152,8 @@ class ConfigJson(dict[str, Any]):
         """A ValueError that begins with the file."""
         return ValueError(f"{self.file}: {message}")
 
-    def _number(self, key: str, value: Any, default: Any) -> Any:
+    def above_0(self, key: str, value: Any, default: Any = None) -> Any:
+        """Return a `value` of `key` that is a number above 0, or `default` for null."""
         if value is None or (is_number(value) and value == default):
             return default
         if not is_number(value) or value <= 0:

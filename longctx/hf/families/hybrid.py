@@ -176,7 +176,7 @@ class FalconH1(Mamba):
         # silu(f g) u is that of an input times f, over f
         mlp, ssm = (source.get(f"{name}_multipliers") or [1.0] * 5 for name in ("mlp", "ssm"))
         gate, residual = mlp[0], mlp[1] / mlp[0]
-        z, x, B, C, rate = (ssm_in * ssm[n] for n in range(5))
+        z, x, B, C, rate = (ssm_in * source.above_0("ssm_multipliers", ssm[n]) for n in range(5))
         options = {ours: source.size(key) for key, ours in self.options.items()}
         options |= {"C_factor": C, "B_factor": B, "x_factor": x, "rate_factor": rate}
         options |= {"gate_factor": z, "out_factor": ssm_out / residual}

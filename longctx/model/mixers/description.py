@@ -62,15 +62,15 @@ def class_of(name: str) -> Any:
 
 
 def mistake(error: BaseException) -> ValueError | None:
-    """Return an error in a plugin's mixer as one line, with its place; None for any other."""
-    own = {name: getfile(x) for name, x in MIXERS.items() if x and name not in FILES}
-    frames = [x for x in extract_tb(error.__traceback__) if x.filename in own.values()]
-    if not frames:
+    """Return an error in a plugin that has a mixer as one line, with its place; None for others."""
+    own = {getfile(x) for name, x in MIXERS.items() if x and name not in FILES}
+    if not (frames := [x for x in extract_tb(error.__traceback__) if x.filename in own]):
         return None
     file, line, function, _ = frames[-1]
     problem = f"{function}: {type(error).__name__}: {' '.join(str(error).split())}"
-    names = " or ".join(name for name, path in own.items() if path == file)
-    return ValueError(f"model.mixer={names}: {file}, line {line}: {problem}")
+    shown = ValueError(f"plugins={file}: line {line}: {problem}")
+    shown.__cause__ = error  # of a full disk, it has another exit code
+    return shown
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def register(name: str, data: str, keys: type[ObjectiveConfig]) -> None:
         keys=keys,
         data=data,
         prepare=partial(call, "reference", "prepare") if issubclass(keys, DpoKeys) else None,
-        rate=0.05,
+        slower=20,
     )
     OBJECTIVES.register(name, objective)
 

@@ -21,6 +21,7 @@ from longctx.data.chat import Template
 from longctx.runs import metrics_file, run_folder
 from longctx.spec.model_config import LoraConfig
 from longctx.training.learning_rate import default_learning_rate
+from longctx.training.objectives.preferences import DpoKeys
 from longctx.training.run import scheduled
 from tests.data.chat_templates import INST, SPACE, write, write_tokenizer
 from tests.training.sample_run import check_equal_weights, check_resumes_exactly, steps
@@ -139,8 +140,9 @@ def test_a_tokenizer_with_other_ids_is_refused(start, folder, tmp_path, refused)
 def test_rates_of_trained_weights_are_smaller():
     plain, tuned = TrainConfig(), TrainConfig(init="folder")
     assert default_learning_rate(plain, plain.model) == 0.5 / plain.model.channels
-    assert default_learning_rate(tuned, plain.model) == 2e-5
-    assert default_learning_rate(replace(tuned, lora=LoraConfig(rank=8)), plain.model) == 2e-4
+    changes = {}, {"lora": LoraConfig(rank=8)}, {"objective": DpoKeys("dpo")}
+    rates = [default_learning_rate(replace(tuned, **own), plain.model) for own in changes]
+    assert rates == [2e-5, 2e-4, 1e-6]
     fixed = replace(tuned, lr=0.1)
     assert scheduled(fixed, workload_of(fixed, "cpu", 64)).lr == 0.1
 
