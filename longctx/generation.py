@@ -12,15 +12,14 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from torch import nn
 
-from longctx import files, hub_snapshot, plugins
+from longctx import files, hub_snapshot, plugins, untrusted
 from longctx.attention.description import AttentionConfig
 from longctx.config import presets
 from longctx.config.eval_config import ChatConfig, EvalConfig, GenerateConfig, SampleConfig
@@ -94,9 +93,10 @@ def run(config: GenerateConfig) -> int:
     texts = begun(rows_of(config), engine.tokenizer)
 
     def answer_all() -> None:
-        with open(config.out, "w", encoding="utf-8") if config.out else nullcontext() as file:
-            for first in range(0, len(texts), config.batch_size):
-                engine.answer(texts, range(len(texts))[first : first + config.batch_size], file)
+        if config.out:
+            config.out.write_bytes(b"")
+        for first in range(0, len(texts), config.batch_size):
+            engine.answer(texts, range(len(texts))[first : first + config.batch_size], config.out)
 
     return engine.run(answer_all)
 
@@ -190,13 +190,11 @@ class Engine:
             if isinstance(module, nn.Linear | nn.Embedding) and f"{name}.weight" not in exact:
                 module.to(self.dtype)
 
-    def answer(
-        self, texts: list[Completion], numbers: Sequence[int], file: TextIO | None = None
-    ) -> None:
+    def answer(self, texts: list[Completion], numbers: Sequence[int], out: Any = None) -> None:
         """Continue the `texts` with these `numbers` together.
 
         Prints each as soon as all before it are printed, after the last line of its prompt. A text
-        that is done is a line of `file`.
+        that is done is a line of the file `out`.
         """
         length = max(len(text.ids) for text in texts) + self.config.max_new_tokens
         if length > self.trained.seq_len and 0 in numbers:  # once, of all prompts
@@ -214,8 +212,9 @@ class Engine:
                 write(text.text[printed:])
             write("\n")
             row = {"prompt": text.shown, "text": text.text, "new_tokens": text.tokens}
-            if file is not None:
-                print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
+            if out:  # closed after each line: a full disk is found then too, and named
+                with untrusted.named(f"out={out}", errors=(OSError,)), open(out, "ab") as file:
+                    file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
         self.tokens += sum(text.tokens for text in batch)
         self.seconds += time.perf_counter() - began
 

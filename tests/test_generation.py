@@ -42,9 +42,8 @@ def generate(folder: Path, *arguments: str) -> int:
 
 def expected(folder: Path, prompt: str | list[dict[str, str]]) -> str:
     """What transformers makes of a text, or of the messages of a chat."""
-    tokenizer, model = (
-        kind.from_pretrained(folder) for kind in (AutoTokenizer, AutoModelForCausalLM)
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     text = prompt
     if not isinstance(prompt, str):
         text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
@@ -68,8 +67,7 @@ def test_text_is_that_of_transformers(folder, chat, capfd):
 
 def test_python_writes_the_text_of_the_command(folder, capfd):
     model, tokenizer = longctx.load(folder, device="cpu", attention="naive")
-    chat = [{"role": "user", "content": "a rose"}]
-    for prompt in ("a rose", chat):
+    for prompt in ("a rose", [{"role": "user", "content": "a rose"}]):
         text = longctx.generate(model, tokenizer, prompt, NEW, temperature=0)
         assert text == expected(folder, prompt)
     assert generate(folder, "prompt=a", "temperature=1", "top_k=50", "seed=3") == 0
@@ -92,9 +90,8 @@ def test_prompts_of_a_file_are_answered_in_their_order(folder, tmp_path):
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     text = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     file.write_bytes(f"\ufeff{text}\r\n".encode())  # as editors on Windows write it
-    for batch_size in (2, 3):
-        arguments = (f"prompts={file}", f"out={out}", f"batch_size={batch_size}", "temperature=0")
-        assert generate(folder, *arguments) == 0
+    for size in ("batch_size=2", "batch_size=3"):
+        assert generate(folder, f"prompts={file}", f"out={out}", size, "temperature=0") == 0
         answers = [json.loads(line) for line in out.read_text().strip().split("\n")]
         assert [row["prompt"] for row in answers] == prompts
         assert [row["text"] for row in answers] == [expected(folder, x) for x in prompts]
@@ -151,12 +148,15 @@ def test_a_model_larger_than_the_memory_is_one_line(tmp_path, monkeypatch, capsy
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_mistakes_are_one_line(folder, refused):
+def test_mistakes_are_one_line(folder, refused, tmp_path, capsys):
     for mistake, other in (
         *(("prompts=nowhere.jsonl", "prompt=a"), ("chat=true", "seed=1")),
         *(("out=b.jsonl", "prompts=b.jsonl"), ("top_k=5", "temperature=0")),
     ):
         refused(generate(folder, mistake, other), mistake)
+    (full := tmp_path / "full.jsonl").symlink_to("/dev/full")
+    assert generate(folder, "prompt=a", f"out={full}") == 74
+    assert capsys.readouterr().err.startswith(f"error: out={full}: No space left on device")
 
 
 def test_lines_that_are_no_prompts_are_named(folder, tmp_path, refused):
