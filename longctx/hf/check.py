@@ -76,7 +76,10 @@ class Trial:
         """Return a model with random weights, the same each time."""
         torch.manual_seed(0)
         config = GPTConfig(mixer=[self.mixer], init_std=0.1, **SIZES | sizes)
-        return GPT(config, self.attention, memory).to(self.device)
+        model = GPT(config, self.attention, memory)
+        for weight in model.parameters():  # zeros would hide what they multiply
+            weight.data += torch.randn_like(weight) / 10 * (weight.min() == weight.max())
+        return model.to(self.device)
 
     def inputs(self, rows: int, tokens: int = sum(LENGTHS), size: int = 64) -> Tensor:
         """Return random inputs of a layer, the same each time."""
@@ -103,8 +106,7 @@ class Trial:
             added = layer.branch(out, inputs).float()
         if is_mixer:
             layer.part.check_shape("forward and branch return", added, inputs.shape)
-        gradients = torch.autograd.grad(added, [inputs, *layer.parameters()], added)
-        return [added.detach(), *gradients]
+        return [added.detach(), *torch.autograd.grad(added, [inputs, *layer.parameters()], added)]
 
     def step(self, model: GPT, reduces: bool = False) -> list[Tensor]:
         """Return the loss of packed documents, and every gradient; of all ranks if it `reduces`."""
@@ -191,8 +193,8 @@ def formula(trial: Trial) -> Found:
     if trial.mixer == SOFTMAX and trial.backend == "naive":
         return "naive itself computes it; on a GPU flex does"
     model, inputs = trial.model(), trial.inputs(2)
-    found, wanted = (trial.branch(model, inputs, naive=naive) for naive in (False, True))
-    return difference(found, wanted), trial.rounding
+    both = (trial.branch(model, inputs, naive=naive) for naive in (False, True))
+    return difference(*both), trial.rounding
 
 
 def alone(trial: Trial) -> Found:
@@ -241,8 +243,7 @@ def padding(trial: Trial) -> Found:
 def recomputation(trial: Trial) -> Found:
     """Compare steps of other memory policies."""
     wanted = trial.step(trial.model())
-    steps = [trial.step(trial.model(memory)) for memory in POLICIES]
-    return max(difference(found, wanted) for found in steps), trial.rounding
+    return max(difference(trial.step(trial.model(x)), wanted) for x in POLICIES), trial.rounding
 
 
 def resume(trial: Trial) -> Found:
@@ -258,8 +259,7 @@ def resume(trial: Trial) -> Found:
 
     train(0)
     # A checkpoint holds parameters alone
-    saved = dict(models[0].named_parameters())
-    models[1].load_state_dict({name: weight.detach() for name, weight in saved.items()}, False)
+    models[1].load_state_dict({x: y.detach() for x, y in models[0].named_parameters()}, False)
     optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
     train(0)
     train(1)
