@@ -284,7 +284,7 @@ def smallest_change(workload: Workload, gpu: float, host: float) -> str:
         [one_row(any_memory)], gpu, host, min(128, workload.seq_len), limit=workload.seq_len
     )
     if shorter is None:
-        return "a smaller model="
+        return f"{'' if workload.lora.rank else 'lora.rank=16 lora.base=nf4 or '}a smaller model="
     settings = f" memory={shorter.memory}" if shorter.memory != workload.memory else ""
     return f"seq_len={shorter.seq_len} batch_size=1{settings}, the longest that fits"
 
