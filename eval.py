@@ -13,7 +13,7 @@ from longctx import cli
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code, which means what that of train.py does."""
+    """Return the exit code, with the meanings of train.py."""
     return cli.main(["eval", *argv])
 
 

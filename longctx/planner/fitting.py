@@ -136,8 +136,8 @@ def first_that_fits(
 ) -> Workload | None:
     """Return `workload` within so many bytes of GPU and host memory, or None.
 
-    Of the settings AS_FAST as any on `chip`, those without host memory come first, then those with
-    least GPU memory; of an unknown chip the plainest.
+    Settings AS_FAST as any on `chip` compete: without host memory first, then by least GPU memory.
+    For an unknown chip it is the plainest.
     """
 
     def step(memory: MemoryConfig) -> Workload:

@@ -149,7 +149,7 @@ def test_more_layers_take_no_more_memory_without_gradients():
 def traced(name: str, tokens: int, *keys: str) -> Iterator[tuple[Any, ...]]:
     """Give the step of a real model, and on fake tensors a block, its x and out, and angles."""
     if not HAS_TRITON:
-        pytest.skip("the kernels of a GPU are traced by their shapes")
+        pytest.skip("needs Triton, whose kernels are traced")
     step = workload(*f"model={name}".split(), "memory.recompute=block", *keys)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with pytest.MonkeyPatch.context() as patch, fake, torch.autocast("cpu", torch.bfloat16):

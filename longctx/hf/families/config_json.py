@@ -21,7 +21,7 @@ PREFIXES: dict[str, str] = TABLES.pop("prefixes")
 OLDER: dict[str, str] = TABLES.pop("older_kinds")
 TARGETS: dict[str, str] = TABLES.pop("targets")
 QWEN2_SPLIT: str = TABLES.pop("qwen2_split")
-# Keys that change the computation → the values for GPT, the first of them that of a missing key
+# Keys that change the computation → the values for GPT. A missing key has the first
 COVERED: dict[str, tuple[Any, ...]] = {key: tuple(x) for key, x in TABLES.pop("covered").items()}
 COVERED |= {key: (*values, None) for key, values in TABLES.pop("covered_or_null").items()}
 

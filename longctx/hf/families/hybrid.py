@@ -167,7 +167,7 @@ class NemotronH(Mamba):
 
 
 class FalconH1(Mamba):
-    """Every layer is attention next to Mamba-2. Factors that commute with what follows are ours."""
+    """Every layer is attention next to Mamba-2. Its factors are moved to where GPT has some."""
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         names = "attention_in", "attention_out", "key", "ssm_in", "ssm_out"

@@ -147,8 +147,8 @@ def check_computation(theirs: Any, folder: Path) -> GPT:
             continue
         ours = weight.grad[piece.rows]
         want = piece.fold.load(gradients[family.named(piece.theirs)])
-        # Weights of the delta rule that differ by one rounding change gradients by 0.0017
-        assert (ours - want).abs().max() < 3e-3 * want.abs().max() + least, piece.theirs
+        bar = 3e-3 if "qkvz" in piece.theirs else 1e-3  # one rounding changes it by 0.0017 there
+        assert (ours - want).abs().max() < bar * want.abs().max() + least, piece.theirs
     return model
 
 
