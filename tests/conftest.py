@@ -26,22 +26,17 @@ if not torch.cuda.is_available():
     del os.environ["TRITON_INTERPRET"]
 
 
-def skips() -> dict[str, pytest.MarkDecorator]:
-    """Marker → its skip, for the markers whose tests cannot run on this machine."""
-    if not torch.cuda.is_available():
-        return {"gpu": pytest.mark.skip(reason="runs on a CUDA GPU; this machine has none")}
-    no_gpu = pytest.mark.skip(reason="needs a machine without a CUDA GPU; this one has one")
-    if torch.cuda.get_device_capability()[0] == 9:
-        return {"no_gpu": no_gpu}
-    hopper = pytest.mark.skip(reason="runs on a Hopper GPU; this machine's is another")
-    return {"no_gpu": no_gpu, "hopper": hopper}
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for name, skip in skips().items():
+    """Skips, by its marker, what cannot run on this machine."""
+    reasons = {"gpu": "runs on a CUDA GPU; this machine has none"}
+    if torch.cuda.is_available():
+        reasons = {"no_gpu": "needs a machine without a CUDA GPU; this one has one"}
+        if torch.cuda.get_device_capability()[0] != 9:
+            reasons["hopper"] = "runs on a Hopper GPU; this machine's is another"
+    for name, reason in reasons.items():
         for item in items:
             if item.get_closest_marker(name):
-                item.add_marker(skip)
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish() -> None:
@@ -55,6 +50,11 @@ def algorithms_as_before() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(before)
+
+
+def pytest_runtest_teardown() -> None:
+    """What a test took of a GPU goes back: other workers' tests run out of memory beside it."""
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture
