@@ -28,6 +28,7 @@ HOST_LEFT = 12 * 2**30  # bytes of host memory left to the process, its librarie
 LEFT_FREE = 0.05  # of the GPU, if no dry run checks a decision
 LEAST_FREE = 0.4 * GIB  # gaps between tensors are no smaller on a small card
 AS_FAST = 0.99  # of the fastest settings' speed: predictions are no finer
+ROUGH = 1.09  # what mixers save is predicted within 9%, what attention does within 3%
 SURE = 0.95  # a speed of less than this share of another is slower
 CLEARLY_FASTER = 1.1  # times another backend's speed, to be told at the start
 # Values that memory=auto tries with each policy for keys left null, the plain ones first.
@@ -56,8 +57,6 @@ def ways(workload: Workload) -> list[Way]:
     closed = {
         "heads_at_once": workload.context > 1 or workload.attention.variant,
         "offload_weights": workload.strategy != "none" or not workload.added,
-        # What other mixers save is predicted within 9%, not 3%
-        "recompute_share": of_model(workload.model) or workload.memory.recompute_share is not None,
     }
     names = frozenset(name for name, is_closed in closed.items() if is_closed)
     return _ways(memory, workload.optimizer.traits.states, names)
@@ -87,7 +86,7 @@ def _ways(keys: tuple[Any, ...], states: Sequence[str], closed: frozenset[str]) 
         [found for share in shares if (found := list(settings(*chosen, share)))]
         for chosen in product(memory.policies(), *timed)
     ]
-    if len(memory.policies()) > 1 and "recompute_share" not in closed:
+    if len(memory.policies()) > 1 and memory.recompute_share is None:
         # As many blocks as fit save all, if nothing else has to save memory
         plain = "balanced", *(values[0] for values in (*timed, shares))
         each.append([list(settings(*plain, recompute_share=part / 16)) for part in range(1, 16)])
@@ -101,14 +100,13 @@ def smallest(workload: Workload) -> list[Workload]:
 
 def fits(workload: Workload, gpu: float, host: float) -> bool:
     """Return True if `workload`, its policy decided, fits so many bytes of GPU and host memory."""
-    memory = predict(workload, gpu)
-    return memory.peak <= gpu and fits_host(workload, memory, host)
+    return has_room(workload, gpu) and on_host(workload) <= max(0, host - HOST_LEFT)
 
 
-def fits_host(workload: Workload, memory: Memory, host: float) -> bool:
-    """Return True if the processes of one machine, each with this `memory`, fit its host memory."""
-    host_bytes = on_host(workload, memory)
-    return not host_bytes or host_bytes <= host - HOST_LEFT
+def has_room(workload: Workload, gpu: float) -> bool:
+    """Return True if a step fits; blocks with mixers that fill the GPU must fit ROUGH times."""
+    fills = workload.memory.recompute_share not in (None, 0, 1) and of_model(workload.model)
+    return predict(workload, gpu).peak <= gpu / (ROUGH if fills else 1)
 
 
 def on_host(workload: Workload, memory: Memory | None = None) -> float:
@@ -145,8 +143,11 @@ def first_that_fits(
 
     # A way's first step is its fastest. If it is slower than a step found so far, the way is not
     # tried. An unknown chip has no speeds, so its first is the only one.
-    each = ways(workload)
-    promised = [tokens_per_second(step(way[0][0]), chip) for way in each]
+    each, same = ways(workload), 0.0
+    # Softmax attention takes as long in all. In a hybrid short documents leave little of it
+    if each and chip.flops is not None and of_model(workload.model):
+        same = workload.accumulate * step_time.attention_seconds(step(each[0][0][0]), chip)
+    promised = [tokens_per_second(step(way[0][0]), chip, same) for way in each]
     found: list[tuple[float, Workload]] = []
     for n in sorted(range(len(each)), key=lambda n: -promised[n]):
         least = AS_FAST * max((own for own, _ in found), default=-1.0)
@@ -155,12 +156,12 @@ def first_that_fits(
         # With most ways no share leaves room on the GPU. The smallest that does is the fastest, and
         # takes least of the host.
         *others, largest = each[n]
-        if predict(step(largest[-1]), gpu).peak > gpu:
+        if not has_room(step(largest[-1]), gpu):
             continue
-        i = bisect_left(others, True, key=lambda share: predict(step(share[-1]), gpu).peak <= gpu)
+        i = bisect_left(others, True, key=lambda share: has_room(step(share[-1]), gpu))
         share = map(step, each[n][i])
         if fit := next((smaller for smaller in share if fits(smaller, gpu, host)), None):
-            found.append((tokens_per_second(fit, chip), fit))
+            found.append((tokens_per_second(fit, chip, same), fit))
     as_fast = [fit for own, fit in found if own >= AS_FAST * max(speed for speed, _ in found)]
     return min(as_fast, key=lambda fit: (on_host(fit) > 0, predict(fit).peak), default=None)
 
@@ -175,8 +176,7 @@ def decide(workload: Workload, chip: Chip, host: float, merge: bool = False) -> 
             return plainest
     if fit := first_that_fits(workload, room(chip), host, chip):
         return fit
-    shares = (share for way in ways(workload) for share in way)
-    least = (replace(workload, memory=share[-1]) for share in shares)
+    least = [replace(workload, memory=share[-1]) for way in ways(workload) for share in way]
     return min(least, key=lambda step: (not fits(step, inf, host), predict(step).peak))
 
 
@@ -242,10 +242,9 @@ def _longest_in(
             break
         # Most ways reach no further, so the first length is tried before those in the middle.
         # Smaller shares on the host take more of the GPU.
-        first = replace(at(lengths[0]), memory=memory)
-        if (predicted := predict(first, gpu)).peak > gpu:
+        if not has_room(replace(at(lengths[0]), memory=memory), gpu):
             break
-        if fits_host(first, predicted, host):
+        if not lacks(memory, lengths[0]):
             n = bisect_left(lengths, True, key=partial(lacks, memory))
             longest, lengths = lengths[n - 1], lengths[n:]
     return longest
@@ -349,10 +348,10 @@ def choose_layout(decided: Sequence[Workload], chip: Chip, host: float) -> tuple
     return fit[chosen], reason
 
 
-def tokens_per_second(workload: Workload, chip: Chip) -> float:
-    """Return the speed of all devices together; 0 for an unknown chip."""
+def tokens_per_second(workload: Workload, chip: Chip, without: float = 0.0) -> float:
+    """Return the speed of all devices, `without` so many seconds; 0 for an unknown chip."""
     time = step_time.seconds(workload, chip)
-    return time.tokens / time.total if time is not None else 0.0
+    return time.tokens / (time.total - without) if time is not None else 0.0
 
 
 def name_of(workload: Workload) -> str:
