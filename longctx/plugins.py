@@ -64,20 +64,19 @@ def check_named(recorded: Any, given: Sequence[str] | None, place: Path) -> None
     Warn if one has changed since it was recorded.
     """
     recorded = recorded if isinstance(recorded, list) else [recorded] if recorded else []
-    problem = f"{place}: names plugins, which run only if the command line names them too"
-    remedy = f"{shlex.quote(as_typed(recorded))}, or plugins=[] to go without"
-    refuse((recorded and given is None, f"{problem}: {remedy}"))
+    problem = f"{place}: names plugins, which run only if you name them too: add"
+    remedy = f"{as_typed(recorded)}, or plugins=[] to go without"
+    refuse((recorded and given is None, f"{problem} {remedy}"))
     entries = [str(entry).partition(HASH) for entry in recorded]
-    names = {Path(path).name for path, _, digest in entries if digest}
-    known = {digest for _, _, digest in entries}
+    known = {digest: Path(path).name for path, _, digest in entries if digest}
     for path, _, digest in (entry.partition(HASH) for entry in given or ()):
-        if Path(path).name in names and digest not in known:
+        if Path(path).name in known.values() and digest not in known:
             print(f"warning: plugins={path}: changed since {place} recorded it", file=sys.stderr)
 
 
 def as_typed(recorded: Sequence[Any]) -> str:
-    """Return the argument that names the plugins of a run, as `recorded` there."""
-    return f"plugins=[{','.join(str(entry).partition(HASH)[0] for entry in recorded)}]"
+    """Return the argument that names the plugins of a run, as `recorded` there, for a shell."""
+    return shlex.quote(f"plugins=[{','.join(str(x).partition(HASH)[0] for x in recorded)}]")
 
 
 def check_checkpoint(checkpoint: Path, given: Sequence[str] | None) -> None:
@@ -99,9 +98,10 @@ def attention_of(
         own = AttentionConfig(**run.get("attention", {}))
         variant = own.variant
         trained = f"{file} was trained with {variant or f'attention={own.label}'}"
-        plugin = f"{trained}, of {as_typed(run.get('plugins') or ['FILE.py'])}; name that"
-        known = {x.backend for x in own.each} <= DESCRIPTIONS.keys()
-        refuse((not known or own.options.get("score", "none") not in SCORES, plugin))
+        typed = as_typed(run.get("plugins") or ["FILE.py"])
+        plugin = f"{trained}, of a plugin: add {typed}, or in Python import the file"
+        is_known = {x.backend for x in own.each} <= DESCRIPTIONS.keys()
+        refuse((not is_known or own.options.get("score", "none") not in SCORES, plugin))
         own.validate()
         if asked is not None and "score" in own.options and "score" in asked.description.options:
             asked = AttentionConfig(asked.backend, own.options | asked.options, asked.window)

@@ -98,8 +98,8 @@ def test_prompts_of_a_file_are_answered_in_their_order(folder, tmp_path):
 
 
 def test_a_chat_remembers_what_was_said(folder, capfd, monkeypatch):
-    """But a message that would end its own turn, which is refused alone."""
-    monkeypatch.setattr("sys.stdin", io.StringIO("a rose\n\n<eos>\n<special> \nin 18"))
+    """But a message that would end its own turn, or is not UTF-8, which is refused alone."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("a rose\n\n<eos>\n\udcff\n<special> \nin 18"))
     system = {"role": "system", "content": "be brief"}
     words = ("device=cpu", f"max_new_tokens={NEW}", "temperature=0", "system=be brief")
     assert cli.main(["chat", str(folder), *words]) == 0
@@ -110,7 +110,7 @@ def test_a_chat_remembers_what_was_said(folder, capfd, monkeypatch):
         said.append({"role": "assistant", "content": answers[-1]})
     printed = capfd.readouterr()
     assert printed.out == "".join(f"{answer}\n" for answer in answers)
-    assert "<eos>" in printed.err
+    assert "<eos>" in printed.err and "text: has characters that are not UTF-8" in printed.err
 
 
 def limit_memory(monkeypatch: pytest.MonkeyPatch, left: int) -> None:

@@ -30,7 +30,6 @@ EXCEPTIONS = {
     "generation.py → evaluation/load.py",
     "training/dry_run.py → planner/fitting.py",
     "training/dry_run.py → planner/peak_memory.py",
-    "training/memory.py → planner/peak_memory.py",
     "training/memory.py → planner/plans.py",
 }
 ONLY_IN = {

@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -32,7 +33,6 @@ _BOUNDARY = re.compile(r"[^\W_]\n")
 _LONGEST_RUN = 1000
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of one byte, if other tokens are of characters
 _BYTE_LETTERS = frozenset(tokenizers.pre_tokenizers.ByteLevel.alphabet())  # each writes a byte
-_FAILED = ("the tokenizer does not get through a text", "use another ({})", (Exception,))
 _ENDLESS = re.compile(rf"\S{{{_LONGEST_RUN},}}|\s{{{_LONGEST_RUN},}}")
 
 
@@ -131,7 +131,7 @@ class Tokenizer:
         """
         self._tokenizer.encode_special_tokens = not special
         try:
-            with untrusted.named(*_FAILED):
+            with _encoding(text):
                 encoding = self._tokenizer.encode(text, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
@@ -213,7 +213,7 @@ class Tokenizer:
         return full[0] if full != plain and full[1 : 1 + len(plain)] == plain else None
 
     def _encode_parts(self, parts: Sequence[str], special: bool = False) -> list[list[int]]:
-        with untrusted.named(*_FAILED):
+        with _encoding(*parts):
             encoded = self._tokenizer.encode_batch_fast(list(parts), add_special_tokens=special)
         return [encoding.ids for encoding in encoded]
 
@@ -221,6 +221,18 @@ class Tokenizer:
         if len(text) <= _SEGMENT or not self._can_split:
             return [text]
         return list(segments(text, _SEGMENT))
+
+
+@contextmanager
+def _encoding(*texts: str) -> Iterator[None]:
+    """Turn what the library raises about `texts` into one line."""
+    # A shell and a terminal pass any bytes on
+    with untrusted.named("text", "has characters that are not UTF-8", (UnicodeEncodeError,)):
+        for text in texts:
+            text.encode()
+    failed = "the tokenizer does not get through a text"
+    with untrusted.named(failed, "use another ({})", (Exception,)):
+        yield
 
 
 def _read(path: str | Path) -> tuple[tokenizers.Tokenizer, Path]:

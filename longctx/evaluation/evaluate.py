@@ -233,12 +233,11 @@ def measure(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
         measure_kind = measure_tasks
     elif config.passkey.enabled or config.ruler.enabled:
         measure_kind = measure_ruler if config.ruler.enabled else measure_passkeys
-    began = time.perf_counter()
+    began, backend = time.perf_counter(), config.attention.label
     stem, content = measure_kind(setup, scorer)
-    backend = config.attention.label
-    decisive = [key for key in asdict(config) if keys(type(config))[key].compared]
+    known = keys(type(config))
     about = {
-        "asked": {key: asdict(config)[key] for key in decisive},
+        "asked": {key: x for key, x in asdict(config).items() if known[key].compared},
         "checkpoint": str(setup.model.file),
         "trained_seq_len": setup.model.seq_len,
         "attention": backend,

@@ -165,9 +165,8 @@ class Harness(TemplateLM):
         refuse((room < 1, f"a task asks for {max_tokens:,} new tokens; {advice}"))
         # As HFLM: few-shot examples come first, so a prompt that is too long loses its beginning
         ids = self.tok_encode(prompt) or [self.prefix_token_id]
-        return TaskPrompt(
-            owner, ids[-room:], [until] if isinstance(until, str) else until, max_tokens
-        )
+        words = [until] if isinstance(until, str) else until
+        return TaskPrompt(owner, ids[-room:], words, max_tokens)
 
     def _text(self, question: TaskPrompt, tokens: Sequence[int]) -> tuple[str, bool]:
         """Return the text of an answer up to its end, and True if a word of `until` ends it."""

@@ -87,7 +87,7 @@ def show_perplexity(content: Content) -> None:
     """Print documents, loss by position and loss over context; then the sums, time and memory."""
     scored = [row for row in content["documents"] if row["tokens"]]
     scored.sort(key=lambda row: row["perplexity"])
-    title = f"context {content['context']:,}, stride {content['stride']:,}"
+    title = f"windows of {content['context']:,} tokens, one every {content['stride']:,}"
     # A data set has thousands of documents: a few say enough, and the JSON has them all.
     if len(scored) > 2 * SHOWN:
         title += f": best and worst of {len(scored):,} documents"

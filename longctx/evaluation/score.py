@@ -7,6 +7,7 @@ that share a sequence get the same ones. So documents are read once, and a mista
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,8 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
-from rich.progress import TimeElapsedColumn
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -110,9 +111,7 @@ class Scorer:
         return logp, likeliest == wanted
 
     def known(self, texts: Sequence[np.ndarray], counts: Sequence[int]) -> list[tuple[float, bool]]:
-        """Return ln p of the last `counts` tokens of each text, and True if greedy decoding gives
-        them.
-        """
+        """Return ln p of the last `counts` tokens of each text, and True if all are likeliest."""
         longest = max(counts)
         lengths = torch.tensor([len(ids) - 1 for ids in texts])
         positions = (lengths[:, None] - longest + torch.arange(longest)).clamp(min=0)
@@ -247,10 +246,10 @@ def _padded(texts: Sequence[np.ndarray]) -> Tensor:
 
 
 class Progress(Bar):
-    """A bar on the terminal, and the speed of an evaluation; `total`: all units, if known."""
+    """A bar on a terminal, else a line each half minute; and the speed. `total`: all units."""
 
     def __init__(self, unit: str, total: int | None = None) -> None:
-        columns = (*Bar.get_default_columns(), TimeElapsedColumn())
+        columns = (*Bar.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
         console = Console(stderr=True)
         super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.add_task(f"scoring {unit}", total=total)
@@ -259,9 +258,12 @@ class Progress(Bar):
 
     def count(self, units: int) -> None:
         """Count the units of a batch; call it once for each."""
-        done = self.marks[-1][1] + units
-        self.marks = [*self.marks[:2], (time.perf_counter(), done)]
-        self.update(self.task_ids[0], completed=done)
+        (latest, done), now, began = self.marks[-1], time.perf_counter(), self.marks[0][0]
+        # Without a terminal: after the first batch, then each half minute
+        if self.disable and (not done or (now - began) // 30 > (latest - began) // 30):
+            print(f"{self.tasks[0].description}: {done + units:,}", file=sys.stderr)
+        self.marks = [*self.marks[:2], (now, done + units)]
+        self.update(self.task_ids[0], completed=done + units)
 
     @property
     def units_per_second(self) -> float | None:

@@ -130,10 +130,11 @@ def cells_of(run: RunRecord, keys: list[str], price: float | None) -> dict[str, 
     for content in chain(*run.evaluations):
         name, numbers = re.sub(r"step-\d+-", "", Path(content["file"]).stem), scores(content)
         error = numbers.get("perplexity", 0) * numbers.get("standard_error", 0)
+        is_share = "kinds" in content or "ruler" in content  # eval.py prints percents of these
         for key, value in numbers.items():
             if key not in COUNTS:
                 more = f" ± {error:,.3f}" if key == "perplexity" and error else ""
-                cells[f"{name}: {key}"] = f"{value:,.4f}{more}"
+                cells[f"{name}: {key}"] = f"{value:.1%}" if is_share else f"{value:,.4f}{more}"
     return cells
 
 

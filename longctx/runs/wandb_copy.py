@@ -34,12 +34,12 @@ def opening(config: WandbConfig, folder: Path) -> list[str]:
     if mode == "disabled":
         return []
     entity = config.entity or os.environ.get("WANDB_ENTITY") or "your default entity"
-    lines = [f"{mode}: records for {entity}/{config.project}"]
     if config.mode != "offline" and not _has_key():
-        lines.append("no API key, which `wandb login` sets: all is copied offline")
-    if mode == "offline":
+        mode = "offline (no API key, which `wandb login` sets)"
+    lines = [f"{mode}: records for {entity}/{config.project}"]
+    if mode != "online":
         folder = folder / "wandb"
-        lines += [f"look: wandb leet {folder}", f"upload: wandb sync {folder}/offline-run-*"]
+        lines += [f"look: wandb leet {folder}; upload: wandb sync {folder}/offline-run-*"]
     return lines
 
 

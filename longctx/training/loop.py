@@ -92,7 +92,6 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stops: Stops, saver: Saver) 
             for name, part in stateful.items():
                 part.restore(content.get(name, {}))
             checkpoints.restore_random_state(content["random"])
-    predicted = memory.predicted_gib(run)
 
     def validated(step: int) -> None:
         if not len(data.val):
@@ -127,8 +126,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stops: Stops, saver: Saver) 
         # Log
         if run.logs(step):
             row = {"step": step} | meter.row(state.module.grad_norm)
-            row |= state.module.model.figures()
-            row["memory_predicted_gib"] = predicted
+            row |= state.module.model.figures() | memory.predicted(run)
             row["lr"] = run.schedule.rate(step - 1)
             row["epoch"] = sequences.epoch(step)
             callbacks.each("logged", row)

@@ -10,7 +10,6 @@ import torch
 
 from longctx.model.offload import HostBuffers
 from longctx.planner import plans
-from longctx.planner.peak_memory import PARAMETERS
 from longctx.runs.metrics import duration
 from longctx.spec.hardware import GIB, Machine
 from longctx.spec.step import Workload
@@ -26,11 +25,13 @@ def explain(workload: Workload, steps_done: int, machine: Machine) -> str:
 def prediction(run: Run, machine: Machine) -> list[str]:
     """Return lines with the predicted memory and, on a known GPU, the time of a run."""
     assert run.plan is not None
-    peak, step = predicted_gib(run, has_model=False), run.plan.time
     is_gpu = run.workload.device == "cuda" and machine.gpu is not None
+    # A CPU's kernels and libraries take more than the formulas, which are of a GPU, count
+    process, least = (0.0, "") if is_gpu else (of_process("VmRSS:"), "at least ")
+    peak, step = (run.plan.memory.peak + process) / GIB, run.plan.time
     total = (machine.gpu.memory if is_gpu and machine.gpu else machine.host_memory) / GIB
     advice = "; too much: give memory=auto or a shorter seq_len" if peak > total else ""
-    lines = [f"predicted  {peak:.2f} of {total:.1f} GiB of memory{advice}"]
+    lines = [f"predicted  {least}{peak:.2f} of {total:.1f} GiB of memory{advice}"]
     if step is not None:
         whole = duration((run.max_steps - run.steps_done) * step.total)
         speed = step.tokens / step.total
@@ -38,20 +39,12 @@ def prediction(run: Run, machine: Machine) -> list[str]:
     return [*lines, "dry run    nothing is trained; leave out dry_run=true to start"]
 
 
-def predicted_gib(run: Run, has_model: bool = True) -> float:
-    """Return the predicted peak of a GPU; on a CPU of this process, which copies its checkpoints,
-    and has the model already or not.
-    """
+def predicted(run: Run) -> dict[str, float]:
+    """Return the predicted peak of a GPU; a CPU's is not known."""
+    if run.workload.device == "cpu":
+        return {}
     assert run.plan is not None, "only `resolve` predicts"
-    expected = run.plan.memory
-    if run.workload.device == "cuda":
-        return expected.peak / GIB
-    # The last checkpoint is written without a copy
-    next_save = (run.steps_done // run.config.checkpoint_every + 1) * run.config.checkpoint_every
-    copies = run.config.keep_best or next_save < run.max_steps
-    copy = expected.saved if copies else 0.0
-    counted_twice = expected.gpu[PARAMETERS] if has_model else 0.0
-    return (of_process("VmRSS:") + expected.peak - counted_twice + copy) / GIB
+    return {"memory_predicted_gib": run.plan.memory.peak / GIB}
 
 
 def measured(device: torch.device) -> dict[str, float]:

@@ -20,7 +20,7 @@ from longctx.runs.tracking import Tracker
 from longctx.spec.hardware import Machine
 from longctx.spec.step import Workload
 from longctx.tables import count_of
-from longctx.training.memory import predicted_gib, prediction
+from longctx.training.memory import predicted, prediction
 from longctx.training.run import Run
 
 
@@ -117,10 +117,9 @@ class RunLog:
             "device": torch.cuda.get_device_name() if workload.device == "cuda" else "cpu",
             "torch": torch.__version__,
             "kernel_lock": run.kernel_lock,
-            "memory_predicted_gib": predicted_gib(run),
             "kernels": self._kernels(),
         }
-        self.tracker.start_copies(run.settings() | known)
+        self.tracker.start_copies(run.settings() | known | predicted(run))
 
     def end(self, code: int) -> None:
         """Close bar, file and copies."""
@@ -187,7 +186,7 @@ def closing_lines(run: Run, kernels: dict[str, str], finished: bool, steps: int)
     lines |= {"attention": ran or "did not run", "run": str(folder)}
     if checkpoints(folder):
         named = [plugins.as_typed(config.plugins)] if config.plugins else []
-        path = shlex.join([str(folder), *named])
+        path = " ".join([shlex.quote(str(folder)), *named])
         more = f" max_steps={2 * steps}" if finished else ""
         text = f"chat {path}" if config.data.chat else f"generate {path} prompt='Once upon a time'"
         commands = {"evaluate": f"eval {path}", "write text": text}

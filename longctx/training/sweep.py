@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import tempfile
+import textwrap
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,10 +92,9 @@ def sweep_table(jobs: list[Job]) -> tuple[list[str], list[list[str]]]:
     shared = set.intersection(*(set(job.overrides) for job in jobs))
     for job, result in zip(jobs, results, strict=True):
         differing = [override for override in job.overrides if override not in shared]
-        cells = (
-            metric.text(result[metric.key]) if metric.key in result else "" for metric in columns
-        )
+        cells = (x.format(result[x.key]) if x.key in result else "" for x in columns)
         ending = ENDINGS.get(job.code, f"failed ({job.code})")
-        folder = str(job.folder or "")
-        table.append([" ".join(differing or job.overrides), *cells, ending, folder])
-    return ["job", *(metric.label for metric in columns), "ended", "run"], table
+        # The folder in a line of its own keeps the table narrow
+        name = "\n".join([" ".join(differing or job.overrides), str(job.folder or "")])
+        table.append([name.strip(), *cells, ending])
+    return ["job", *(textwrap.fill(metric.heading, 11) for metric in columns), "ended"], table

@@ -36,9 +36,9 @@ def evaluate(run: Path, capsys: pytest.CaptureFixture[str]) -> Evaluate:
 
     def call(*overrides: str, checkpoint: Path = run, command: str = "eval") -> tuple[dict, str]:
         assert cli.main([command, f"checkpoint={checkpoint}", "device=cpu", *overrides]) == 0
-        output = capsys.readouterr().out
+        output, progress = capsys.readouterr()
         path = Path("".join(output.split("\n")[-2:]).strip())
         assert path.parent == run / "eval"
-        return json.loads(path.read_text()), output
+        return json.loads(path.read_text()), progress + output
 
     return call

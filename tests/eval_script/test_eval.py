@@ -45,7 +45,7 @@ def test_a_run_is_scored_on_its_validation_documents(run, evaluate):
     assert 0 < len(content["documents"]) < 30
     # Random weights: close to a uniform guess among the 320 tokens of the vocabulary.
     assert content["total"]["perplexity"] == pytest.approx(320, rel=0.2)
-    assert f"{content['total']['perplexity']:,.3f}" in output
+    assert f"{content['total']['perplexity']:,.3f}" in output and "scoring tokens: " in output
     assert " tokens/s through the model" in output and "warning" not in output
     assert [row["context"] for row in content["by_context"]] == [8, 16, 32, 64]
     assert content["by_position"][0]["first"] == 1

@@ -210,10 +210,10 @@ def test_each_kind_of_evaluation_is_shown(tmp_path):
         "val: perplexity": "3.5000 ± 0.035",
         "val: word_perplexity": "77.2500",
         "tasks: arc/em (strict)": "0.5000",
-        "passkey: needle/64": "1.0000",
-        "passkey: needle/128": "0.2500",
-        "ruler: ruler/qa_1/2048": "0.5000",
-        "ruler: ruler/mean/512": "0.7500",
+        "passkey: needle/64": "100.0%",
+        "passkey: needle/128": "25.0%",
+        "ruler: ruler/qa_1/2048": "50.0%",
+        "ruler: ruler/mean/512": "75.0%",
     }
     assert {heading: cells[heading] for heading in expected} == expected
 

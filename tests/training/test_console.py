@@ -68,10 +68,11 @@ def test_the_closing_table_says_what_to_type_next(tmp_path):
 def test_a_sweep_shows_the_overrides_that_differ(tmp_path):
     good = Job(["seed=1", "attention=flash"], 0, run(tmp_path / "a"))
     killed = Job(["seed=1", "attention=naive"], -9, None)
-    text = str(sweep_table([good, killed]))
-    assert "seed=1" not in text
+    _, rows = sweep_table([good, killed])
+    # The folder is below the overrides, or the table is too wide for a terminal
+    assert rows[0][0] == f"attention=flash\n{tmp_path / 'a'}"
     for part in ("attention=naive", "out of memory?", "150.0"):
-        assert part in text
+        assert part in str(rows)
 
 
 def test_patience_that_cannot_act_is_a_warning():

@@ -321,7 +321,7 @@ def test_a_schedule_is_refused_before_data_is_read(overrides, monkeypatch, refus
 def test_a_dry_run_is_printed_and_leaves_no_folder(overrides, tmp_path, capsys):
     assert train.main(overrides(dry_run="true", name="planned")) == 0
     printed = capsys.readouterr().out
-    assert f"{tmp_path / 'runs' / 'planned'}\n" in printed and "GiB of memory" in printed
+    assert f"{tmp_path / 'runs' / 'planned'}\n" in printed and "predicted  at least " in printed
     assert not (tmp_path / "runs").exists() and "a CPU moves nothing" not in printed
     (tmp_path / "runs" / "planned").mkdir(parents=True)
     assert train.main(overrides(dry_run="true", name="planned", memory__offload=0.5)) == 0
