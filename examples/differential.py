@@ -20,10 +20,13 @@ from longctx.model.mixers import Cost, MixerSpec, register
 
 
 class DifferentialAttention(Attending):
-    """The difference of two softmaxes; `start` is λ0, one for all layers."""
+    """The difference of two softmaxes; `start` is λ0, one for all layers. Decoding reads each text
+    anew.
+    """
 
     options: ClassVar[dict[str, Any]] = {"start": 0.8}
     softmax_calls: ClassVar[int] = 2
+    capturable = True
     mix: Tensor
     scales: Tensor
 

@@ -22,8 +22,9 @@ from longctx.model.mixers import Batch, Cost, MixerSpec, register
 
 
 class Fox(Attending):
-    """Forgetting attention; `remember` is b."""
+    """Forgetting attention; `remember` is b. Decoding reads each text anew."""
 
+    capturable = True
     needs = frozenset({"key_bias"})
     exact = ("remember",)
 

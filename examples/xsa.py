@@ -17,7 +17,9 @@ from longctx.model.mixers import Cost, MixerSpec, register
 
 
 class ExclusiveAttention(Attending):
-    """Softmax attention that excludes the token's own value."""
+    """Softmax attention that excludes the token's own value. Decoding reads each text anew."""
+
+    capturable = True
 
     @classmethod
     def cost(cls, spec: MixerSpec, e: int) -> Cost:

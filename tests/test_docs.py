@@ -161,8 +161,8 @@ def test_plugins_of_the_docs_train(tmp_path):
             brings_model = "init=folder" in arguments
             sizes += [f"name=run{number}", *TINY[brings_model:]]
             # As many layers as kinds of them
-            mixes = any(word.startswith("model.mixer=") for word in arguments)
-            sizes = [word.replace("layers=1", "layers=3") if mixes else word for word in sizes]
+            mixes = any(word.startswith(("model.mixer=", "model.nope")) for word in arguments)
+            sizes = [word.replace("layers=1", "layers=4") if mixes else word for word in sizes]
             sizes += [] if any(word.startswith("data=") for word in arguments) else text[:2]
         jobs.append([*arguments, *sizes])
     words = [RUN_ALL, json.dumps(jobs)]

@@ -33,7 +33,7 @@ from longctx.model.decoder import decoder_of
 from longctx.model.gpt import GPT
 from longctx.model.loss import IGNORED
 from longctx.model.mixer import Batch, Mixer
-from longctx.model.mixers.description import MIXERS, SOFTMAX, class_of
+from longctx.model.mixers.description import MIXERS, SOFTMAX, class_of, shared_heads
 from longctx.spec.model_config import GPTConfig
 
 LENGTHS = (1, 2, 33, 70, 5, 64, 17)  # of documents; the last one is padding in a step
@@ -142,8 +142,8 @@ def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 def devices(trial: Trial) -> Found:
     """Compare a step of two processes, which share sequences, with one, on the CPU."""
-    if trial.mixer != SOFTMAX and class_of(trial.mixer).share != "heads":
-        return 'it has no share = "heads", so context=N is refused'
+    if trial.mixer != SOFTMAX and shared_heads(trial.model().config) % 2:
+        return 'it has no share = "heads", or no two to share, so context=2 is refused'
     if variant := trial.attention.variant:
         return f"{variant} is not the formula of attention, so context=N is refused"
     children = []

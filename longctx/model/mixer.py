@@ -50,16 +50,16 @@ class Batch:
     @cached_property
     def offsets(self) -> Tensor:
         """Return cu_seqlens of all sequences in a row, int64: starts of documents, and the end."""
-        if self.mask.offsets is not None:
-            return self.mask.offsets.long()
-        return self.length * torch.arange(self.sequences + 1, device=self.device)
+        if self.mask.doc_ids is None:
+            return self.length * torch.arange(self.sequences + 1, device=self.device)
+        assert self.mask.offsets is not None, "`offsets` change, so write capturable = False"
+        return self.mask.offsets.long()
 
     @cached_property
     def documents(self) -> Tensor:
         """Return each token's document, (B, T) int64, counted through all sequences."""
-        tokens = torch.arange(self.sequences * self.length, device=self.device)
-        numbers = torch.searchsorted(self.offsets, tokens, right=True) - 1
-        return numbers.view(self.sequences, self.length)
+        begins = (self.positions == 0).flatten()
+        return begins.cumsum(0).sub(1).view(self.sequences, self.length)
 
     @property
     def seen(self) -> Tensor:
@@ -89,6 +89,7 @@ class Mixer(nn.Module):
         dimension 2 of all `tensors` and of `out`, and `batch.own_heads` of weights; None: refused
     names: weight → its tensor, or tensors, in a layer of a Hugging Face folder, for a family;
         without it MIXER.NAME.weight, or MIXER.NAME.0.weight and on of a stack
+    capturable: True if CUDA graphs can hold it: it reads no `offsets`, and no tensor on the host
     softmax_calls: calls of softmax attention in one forward
     needs: "key_bias" or "score" if the backend of softmax attention must take such
     lacks: keys of a model that it would ignore
@@ -100,6 +101,7 @@ class Mixer(nn.Module):
     options: ClassVar[Mapping[str, Any]] = {}
     share: ClassVar[str | None] = None
     names: ClassVar[Mapping[str, Any]] = {}
+    capturable: ClassVar[bool] = False
     softmax_calls: ClassVar[int] = 0
     needs: ClassVar[Set[str]] = frozenset()
     lacks: ClassVar[Sequence[str]] = ()

@@ -18,6 +18,7 @@ from longctx.config.layout_config import (
     tile_size,
     ulysses_parts,
 )
+from longctx.model.mixers.description import of_model
 from longctx.spec.model_config import GPTConfig, LoraConfig
 from longctx.spec.parts import FP32, Pass
 
@@ -203,6 +204,7 @@ class Workload:
         rope, experts = model.rope_scaling.get("rope_type"), model.experts.count
         names = " or ".join(f"attention={name}" for name, x in DESCRIPTIONS.items() if x.capturable)
         counts = not all(x.description.capturable for x in attention.each)
+        others = [x.mixer for x in of_model(model) if not x.computed_by.capturable]
         waits_for_router = experts is not None and self.precision == "fp32"
         follows_length = rope in ("dynamic", "longrope")
         filled = self.memory.filled(self.memory.policies()[0])
@@ -210,7 +212,7 @@ class Workload:
         reasons = (
             (self.device != "cuda", f"they are for a GPU, not device={self.device}; use a GPU"),
             (several, "they are for one GPU alone; use devices=1 strategy=auto"),
-            (set(model.mixer) - {"softmax"}, "mixers launch by the documents of a sequence"),
+            (others, f"model.mixer={', '.join(others)} launches by the documents of a row"),
             (not model.has_kernels, "transformers computes the model, and waits for the GPU"),
             (
                 counts,

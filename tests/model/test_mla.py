@@ -41,7 +41,7 @@ def test_kernels_and_decoding_compute_the_formula(case):
     for weight in filter(lambda weight: weight.requires_grad, model.parameters()):
         torch.nn.init.normal_(weight)
     check_decoding(decoder := Decoder(model, 2, 20), ids[:, :20], (3, 12), 7)
-    assert decoder.states[0][0].shape == (2, 20, layer.kv_rank + model.config.rotary_size)
+    assert decoder.states[0][0].shape == (2, 20, 1, layer.kv_rank + model.config.rotary_size)
 
 
 def test_planner_and_kernels_are_told_the_sizes_of_its_calls():

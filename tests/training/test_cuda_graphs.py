@@ -36,7 +36,8 @@ def gradients(model: GPT, micro: MicroBatch) -> list[Tensor]:
 @pytest.mark.parametrize("memory", ["fast", "balanced"])
 def test_a_batch_filled_in_place_gives_the_same_bits(attention, memory):
     torch.manual_seed(0)
-    config = GPTConfig(vocab_size=50, layers=2, window=9, window_layers=[0])
+    mixer = ["softmax", "mla"]
+    config = GPTConfig(vocab_size=50, layers=4, window=9, window_layers=[0, 1], mixer=mixer)
     model = GPT(config, attention, memory)
     batches = [packed(5, 25), packed(1, 1, 1, 17, 13), packed(36)]
     static = StaticBatch(batches[0])
@@ -93,6 +94,7 @@ def test_graphs_are_automatic_for_small_micro_batches():
         (["attention=sdpa"], "attention=sdpa"),
         (["attention=flex"], "attention=flex"),
         (["devices=2"], "one GPU"),
+        (["model.mixer=[mla,gdn]"], "mixer=gdn"),
         (["strategy=fsdp"], "one GPU"),
         (["memory=balanced", "memory.offload=1"], "memory.offload=0"),
         (["model.rope_scaling={rope_type: dynamic, factor: 2.0}", "model.context=64"], "dynamic"),
@@ -121,14 +123,11 @@ SMALL = {
 @pytest.mark.parametrize(
     "changes",
     [
-        {"accumulate": 1},
-        {"accumulate": 4},
-        {"accumulate": 2, "compile": True, "workers": 1},
+        {"model.mixer": "[mla,fox]", "plugins": f"[{ROOT}/examples/fox.py]"},
+        {"accumulate": 2, "compile": True, "workers": 1, "optimizer": "muon"},
         {"accumulate": 3, "memory": "balanced"},
         {"attention": "naive", "model.tied": False},
-        {"optimizer": "muon", "accumulate": 2},
-        {"clip": "null", "memory.optimizer_state": "host"},
-        {"precision": "fp32"},
+        {"clip": "null", "memory.optimizer_state": "host", "precision": "fp32"},
         {"seq_len_schedule": "[[64,3],[128,3]]", "accumulate": 2},
     ],
     ids=lambda changes: " ".join(map(str, changes.values())),

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from longctx.attention import Attention, Scores
+from longctx.attention import Attention, Mask, Scores
 from longctx.attention.description import AttentionConfig
 from longctx.model.layers import normed
-from longctx.model.mixer import Mixer, widened
+from longctx.model.mixer import Mixer
 from longctx.model.mixers.description import Cost, MixerSpec, register
 from longctx.model.rope import rotate, yarn_scale
 
@@ -32,11 +32,13 @@ class LatentAttention(Mixer):
     options = {"kv_rank": 0, "q_rank": 0, "value_size": 0}
     share = "heads"
     softmax_calls = 1
+    capturable = True
     lacks = ("qkv_bias", "out_bias", "sinks", "softcap", "qk_norm", "attention_gate")
 
     def __init__(self, part: MixerSpec, backend: AttentionConfig) -> None:
         super().__init__(part, backend)
         self.attend = Attention(backend.backend, backend.options)
+        self.formula = Attention("naive", {})
         model, (_, self.kv_rank, self.value_size) = part.model, self.sizes(part)
         self.query_heads, self.key_size = model.heads, model.head_size
         self.rotary_size, scaling = part.rope.size, part.rope.scaling
@@ -61,7 +63,6 @@ class LatentAttention(Mixer):
 
     @classmethod
     def called(cls, spec: MixerSpec) -> dict[str, Any]:
-        # Kernels have one size of heads
         return {"head_dim": spec.model.head_size + spec.rope.size, "kv_heads": spec.model.heads}
 
     @classmethod
@@ -115,36 +116,33 @@ class LatentAttention(Mixer):
     def branch(self, out: Tensor, x: Tensor | None) -> Any:
         return self.out(out.flatten(2))
 
-    def absorbed(self, queries: Tensor, latents: Tensor, seen: Tensor) -> Tensor:
-        """Return the output (B, T, H, V) of q and of [c, r] (B, S, ...) where `seen` (B, T, S)."""
+    def absorbed(self, queries: Tensor, latents: Tensor, mask: Mask) -> Tensor:
+        """Return the output (B, T, H, V) of q and of [c, r] (B, S, 1, ...), one key for all heads."""
         # Of the identity the layer makes its weight, in any format and with what LoRA adds
         identity = torch.eye(self.kv_rank, dtype=queries.dtype, device=queries.device)
         both = self.kv_up(identity).T.unflatten(0, (self.query_heads, -1))
         K, V = both.split((self.key_size, self.value_size), dim=1)
         plain, rotary = queries.split((self.key_size, self.rotary_size), dim=-1)
         asked = torch.cat([torch.einsum("bthd,hdc->bthc", plain, K), rotary], dim=-1)
-        scores = widened(torch.einsum("bthc,bsc->bhts", asked, latents)) * (self.scores.scale or 1)
-        p = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1).to(queries.dtype)
-        summed = torch.einsum("bhts,bsc->bthc", p, latents[..., : self.kv_rank])
-        return torch.einsum("bthc,hvc->bthv", summed, V)
+        summed = self.formula.decode(asked, latents, latents, mask, self.scores)
+        return torch.einsum("bthc,hvc->bthv", summed[..., : self.kv_rank], V)
 
     def naive(self, *tensors: Any) -> Tensor:
-        return self.absorbed(tensors[0], tensors[3][:, :, 0], tensors[4].seen)
+        return self.absorbed(tensors[0], tensors[3], tensors[4].mask)
 
     def prefill(self, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         (*_, latents, batch), lengths = tensors, tensors[-1].offsets.diff()
-        cache = latents.new_zeros(len(lengths), batch.room, latents.shape[-1])
-        cache[batch.documents, batch.positions] = latents[:, :, 0]
+        cache = latents.new_zeros(len(lengths), batch.room, *latents.shape[2:])
+        cache[batch.documents, batch.positions] = latents
         return self(*tensors), (cache, lengths)
 
     def step(self, *tensors: Any) -> Tensor:
         queries, _, _, latents, cache, lengths = tensors
-        rows, places = (torch.arange(n, device=cache.device) for n in cache.shape[:2])
-        cache[rows, lengths] = latents[:, 0, 0]
-        back = lengths[:, None] - places
+        cache[torch.arange(len(cache), device=cache.device), lengths] = latents[:, 0]
+        first = lengths - ((self.part.window or cache.shape[1]) - 1)
+        mask = Mask("intervals", first=first[:, None], last=lengths[:, None].clone())
         lengths += 1
-        seen = (back >= 0) & (back < (self.part.window or len(places)))
-        return self.absorbed(queries, cache, seen[:, None])
+        return self.absorbed(queries, cache, mask)
 
 
 register("mla", LatentAttention)
