@@ -127,7 +127,7 @@ def test_what_a_mixer_lacks_is_refused(monkeypatch):
     assert {division.context for division in divisions(shared, config.model)} == {1}
     with pytest.raises(ValueError, match=r"of this model: model\.mixer=\[short\]"):
         write_config(config.model, 64)
-    with pytest.raises(ValueError, match="graphs=true: .*mixer=short launches"):
+    with pytest.raises(ValueError, match=r"graphs=true: .*mixer=short launches"):
         workload_of(replace(config, devices=1, graphs="true"), "cuda", 64).check_graphs()
     with pytest.raises(ValueError, match=r"model\.mixer takes"):
         small("short")(packed()[0], mask=Mask.full())

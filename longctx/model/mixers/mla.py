@@ -117,7 +117,7 @@ class LatentAttention(Mixer):
         return self.out(out.flatten(2))
 
     def absorbed(self, queries: Tensor, latents: Tensor, mask: Mask) -> Tensor:
-        """Return the output (B, T, H, V) of q and of [c, r] (B, S, 1, ...), one key for all heads."""
+        """Return the output (B, T, H, V) of q and [c, r] (B, S, 1, ...), the key of all heads."""
         # Of the identity the layer makes its weight, in any format and with what LoRA adds
         identity = torch.eye(self.kv_rank, dtype=queries.dtype, device=queries.device)
         both = self.kv_up(identity).T.unflatten(0, (self.query_heads, -1))
