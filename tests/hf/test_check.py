@@ -103,7 +103,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_each_fault_is_found(fault, capsys, monkeypatch):
     if fault is Gradientless:
-        monkeypatch.setattr(Gradientless, "naive", Sound.forward)
+        monkeypatch.setattr(fault, "naive", Sound.forward)
     monkeypatch.setitem(MIXERS, "fault", fault)
     code = check.check("fault")
     # As for the check of strides, on a GPU alone
@@ -161,6 +161,7 @@ def test_an_error_names_the_line_of_the_file_and_is_printed_once(tmp_path, capsy
 
 class Narrow(Sound):
     share, heads = "heads", classmethod(lambda cls, spec: 1)
+
     @classmethod
     def weights(cls, spec):
         return {"out": (spec.size // 2, spec.size)}
