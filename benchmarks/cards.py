@@ -88,8 +88,8 @@ by them on their cards, Llama 3.1 8B and 3.3 70B). Rank 32, one sequence per ste
 """
 LONGEST = """
 The same for other models and ways to train, LoRA of rank 16, and in parentheses predicted tokens/s
-if the sequence is one document. `135m` has SmolLM2's shape, `70b` Llama's, `gpt-oss-20b` its own,
-with LoRA on attention and experts:
+if the sequence is one document. A star: [stepped](#tried-under-caps), most by few layers. `135m`
+has SmolLM2's shape, `70b` Llama's, `gpt-oss-20b` its own, with LoRA on attention and experts:
 """
 SPEED = """
 Tokens/s of sequences of 16,384 tokens with 128 GiB of host memory, predicted, and the policy that
@@ -170,9 +170,7 @@ def page() -> str:
         | {f"{host} GiB of host": longest_cell(case, gb, host) for host in HOSTS}
         for case, gb in itertools.product(CASES, SHOWN)
     ]
-    speed = [
-        {"trained": case.name} | {of(gb): speed_cell(case, gb) for gb in SHOWN} for case in CASES
-    ]
+    speed = [{"trained": x.name} | {of(gb): speed_cell(x, gb) for gb in SHOWN} for x in CASES]
     caps = json.loads((RESULTS / "caps.json").read_text())
     tried = [confirmed(row) for case in CASES for row in stepped(*case)]
     parts = [HEAD, table(published()), LONGEST, table(longest), SPEED, table(speed)]
@@ -196,11 +194,10 @@ def published() -> Iterator[Row]:
             line = {"model": f"`{model}`", "card": of(gb)}
             line |= {"transformers, FlashAttention-2": f"{usual:,}" if usual else "none"}
             line |= {"Unsloth": f"{unsloth:,}"}
-            found = {host: longest_of_rank_32(model, gb, host) for host in HOSTS}
-            yield line | {
-                f"longctx, {host} GiB of host": f"{x.seq_len:,}" if x else "none"
-                for host, x in found.items()
-            }
+            for host in HOSTS:
+                x = longest_of_rank_32(model, gb, host)
+                line[f"longctx, {host} GiB of host"] = f"{x.seq_len:,}" if x else "none"
+            yield line
 
 
 def longest_of_rank_32(model: str, gb: int, host: float) -> Workload | None:
@@ -235,11 +232,14 @@ def longest_step(step: Workload, gb: int, host: float = 128) -> Workload | None:
 
 
 def longest_cell(case: Case, gb: int, host: float) -> str:
-    """Return the longest sequence and its speed."""
+    """Return the longest sequence, a mark if it was stepped, and its speed."""
     step = longest_step(run_of(case).workload, gb, host)
     if step is None:
         return "none"
-    return f"{step.seq_len:,} ({speed_of(step, hardware.chip(CARDS[gb]))})"
+    tile = step.memory.mlp_tile or 1  # steps under caps have whole ones
+    beyond = [step.seq_len - x["tokens"] for x in stepped(*case) if x["cap"] == gb]
+    star = " *" * any(0 <= tokens < tile for tokens in beyond)
+    return f"{step.seq_len:,}{star} ({speed_of(step, hardware.chip(CARDS[gb]))})"
 
 
 def speed_cell(case: Case, gb: int) -> str:
