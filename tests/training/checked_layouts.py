@@ -156,7 +156,8 @@ def answer_of(keys: list[str], fault: str | None) -> str:
     run = scheduled(config, with_vocabulary(workload, data.tokenizer.vocab_size))
     faulty = patch.object(*FAULTS[fault]) if fault else nullcontext()
     try:
-        with patch.object(TrainState, "__init__", begun), faulty:
+        length = patch.dict(context_check.LENGTH, cpu=max(192, config.seq_len // 2))
+        with patch.object(TrainState, "__init__", begun), faulty, length:
             meshed = parallel.with_mesh(workload, workload.attention)
             return str(context_check.compare_with_one(run, data, meshed))
     except context_check.CheckFailed as error:

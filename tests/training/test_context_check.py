@@ -65,14 +65,11 @@ PARTS = {
     **{"model.norms": "sandwich", "model.norm_plus_one": True, "model.attention_gate": "channel"},
     **{"model.qk_norm": "head", "model.qk_norm_after_rope": True},
 }
-EXPERTS = {
-    **{"model.experts.count": 4, "model.experts.router": "sigmoid_bias"},
-    **{"model.experts.shared": 1, "model.attention_gate": "channel"},
-}
+EXPERTS: dict[str, Any] = {"model.experts.count": 4, "model.experts.router": "sigmoid_bias"}
+EXPERTS |= {"model.experts.shared": 1, "model.attention_gate": "channel"}
 # What must pass beside random layouts, which test_devices.py compares
 PASSING: dict[str, dict[str, Any]] = {
     "bf16": SHARED | {"precision": "bf16"},
-    "slices in bf16": SHARED | {"strategy": "fsdp", "precision": "bf16"},
     "layers of several kinds": SHARED
     | {"model.layers": 3, "model.window": 30, "model.window_layers": "[1]"}
     | {"model.nope_layers": "[2]"},
@@ -87,7 +84,9 @@ PASSING: dict[str, dict[str, Any]] = {
     "experts that are balanced": SHARED | {"model.experts.count": 4, "model.experts.balance": 0.01},
     "experts by Ulysses": SHARED | EXPERTS | {"memory": "balanced", "model.experts.beside": True},
     "long documents": SHARED | {"seq_len": 16},
-    "rows longer than documents": SHARED | {"seq_len": 1000},
+    "rows longer than documents, and sums that cancel": SHARED
+    | {"seq_len": 4096, "model.mixer": "[fox]", "plugins": f"[{ROOT}/examples/fox.py]"},
+    "a norm of many numbers": {"strategy": "fsdp", "model.vocab_size": 30000},
 }
 
 
