@@ -3,8 +3,9 @@
 It is the run's own step on its own sequences, cut short, with few layers and random weights. In
 fp32, all ranks and each rank alone agree but for the order of sums. Where that counts for more,
 such as in sums that cancel, they differ by no more than one rank does from itself if its weights
-move by a rounding. A run in bf16 may be no further from one rank's fp32 than one rank's bf16 is. The last sequences have few targets, so that some
-ranks have none. In another library documents leaked between ranks without an error (trl#6843).
+move by a rounding. A run in bf16 may be no further from one rank's fp32 than one rank's bf16 is.
+The last sequences have few targets, so that some ranks have none. In another library documents
+leaked between ranks without an error (trl#6843).
 """
 
 from __future__ import annotations
