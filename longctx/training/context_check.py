@@ -117,12 +117,12 @@ def result(state: TrainState, sequences: list[Sequence], parallel: Parallel, mov
     model, found = state.module.model, Result()
     # They begin with zeros: A of LoRA would have no gradient, and a head could take the sink of
     # another unnoticed. With large numbers rounding grows
-    for name, weight in model.named_parameters():
+    for name, own in model.named_parameters():
         if name.endswith((".lora_b", ".sinks", ".bias")):
-            values = torch.linspace(-0.05, 0.05, weight.numel())
-            sharding.write(weight, values.view(weight.shape))
+            values = torch.linspace(-0.05, 0.05, own.numel())
+            sharding.write(own, values.view(own.shape))
         if moves:
-            weight.data *= ROUNDED
+            own.data.mul_(ROUNDED)
     size = state.run.workload.batch_size
     batch = [micro_batch(sequences[i : i + size]) for i in range(0, len(sequences), size)]
 
