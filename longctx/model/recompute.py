@@ -237,11 +237,11 @@ class _Block(torch.autograd.Function):
             ahead = tape.blocks[layer - 1 - (layer - 1) % tape.every].away if layer else None
             with present(tape.blocks[layer].away, ahead):
                 dx = _block_backward(tape, layer, x, dy.contiguous(), sums)
-        del tape.saved[layer]
+        del tape.saved[layer], ctx.weights
         tape.outputs.pop(layer, None)
         tape.held = None
         if not tape.saved:  # what torch.compile traced in the first backward keeps its tape alive
-            tape.angles = tape.masks = ()
+            tape.blocks = tape.angles = tape.masks = ()
         return dx, None, None, *sums.gradients()
 
 

@@ -206,13 +206,13 @@ def test_a_block_in_one_piece_holds_no_more_than_attentions_output(monkeypatch):
     assert whole.peak == half.peak + x.nbytes
 
 
-def test_a_graph_that_is_kept_holds_no_angles_after_backward():
-    loss = make(WAYS["every second"])(*batch())
-    node: Any = loss.grad_fn
+def test_a_graph_that_is_kept_holds_no_block_after_backward():
+    node: Any = (loss := make(WAYS["every second"])(*batch())).grad_fn
     while not hasattr(node, "tape"):
         node = node.next_functions[0][0]
     loss.backward()
-    assert not (node.tape.angles or node.tape.masks or node.tape.saved)
+    tape = node.tape
+    assert not (tape.blocks or tape.angles or tape.masks or tape.saved or hasattr(node, "weights"))
 
 
 PARTS = {
