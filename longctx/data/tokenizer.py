@@ -191,10 +191,11 @@ class Tokenizer:
         files.write_text(Path(path), tokenizer)
 
     @classmethod
-    def load(cls, path: str | Path) -> Tokenizer:
+    def load(cls, path: str | Path, vocabulary: int | None = None) -> Tokenizer:
         """Read a tokenizer.json, or a folder that has one (a run, a Hugging Face model).
 
-        Raises FileNotFoundError or ValueError if it is missing or broken, or no token ends a text.
+        Raises FileNotFoundError or ValueError if it is missing or broken, no token ends a text, or
+        a text may have a token that a model with that `vocabulary` lacks.
         """
         tokenizer, file = _read(path)
         # The library raises plain Exception.
@@ -202,6 +203,10 @@ class Tokenizer:
             # The same text would become other tokens each time.
             dropout = getattr(tokenizer.model, "dropout", None)
             refuse((dropout, "dropout is set; set it to null"))
+            # Models may lack special tokens, which no text becomes, as Gemma 3's 1B lacks images
+            tokens = max(tokenizer.get_vocab(with_added_tokens=False).values(), default=-1) + 1
+            problem = f"it has {tokens} tokens and the model {vocabulary}; give the model's own"
+            refuse((vocabulary is not None and tokens > vocabulary, problem))
             loaded = cls(tokenizer, _find_eos(tokenizer, file.parent))
         loaded.folder = file.parent
         return loaded

@@ -17,6 +17,7 @@ from longctx import files
 from longctx.config.fields import refuse
 from longctx.data.dataset import EncodedDocument
 from longctx.evaluation.perplexity import Perplexity
+from longctx.untrusted import named
 
 SHOWN = 5  # documents with the largest gains, and with the smallest
 NAME = 40  # last characters of a document's name in the picture
@@ -51,7 +52,9 @@ def write_gains(path: Path, long: Perplexity, near: Perplexity) -> dict[str, lis
         for score in long.documents
         if score.tokens
     ]
-    files.write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+    lines = (json.dumps(row, allow_nan=False) + "\n" for row in rows)
+    with named(path, "a loss is no finite number, so nothing is written; are the model's weights?"):
+        files.write_text(path, "".join(lines))
     rows = [{key: row[key] for key in ("name", "tokens", "loss", "gain")} for row in rows]
     rows.sort(key=lambda row: -row["gain"])
     shown = rows if len(rows) <= 2 * SHOWN else rows[:SHOWN] + rows[-SHOWN:]

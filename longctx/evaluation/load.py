@@ -80,7 +80,7 @@ def open_model(checkpoint: str) -> TrainedModel:
     if run_folder.is_hugging_face(path):
         model = reader.read_config(path)
         reader.format_of(model).check_weights(model, path)
-        tokenizer, seq_len = Tokenizer.load(path), model.context or 1
+        tokenizer, seq_len = Tokenizer.load(path, model.vocab_size), model.context or 1
         return TrainedModel(model, tokenizer, path, path.resolve(), seq_len, None, hub)
     file = run_folder.checkpoint_of(path)
     checkpoints.verify(file)
@@ -90,7 +90,8 @@ def open_model(checkpoint: str) -> TrainedModel:
     with opened(file, folder):
         run: dict[str, Any] = checkpoints.read(file)["longctx"]["config"]
         model, seq_len = GPTConfig.of_saved(run["model"]), int(run["seq_len"])
-        return TrainedModel(model, Tokenizer.load(folder), folder, file, seq_len, run)
+        tokenizer = Tokenizer.load(folder, model.vocab_size)
+        return TrainedModel(model, tokenizer, folder, file, seq_len, run)
 
 
 def build_model(

@@ -54,15 +54,13 @@ def recall(
     right, logp = np.zeros(shape, bool), np.zeros(shape)
     tokens = together or TOKENS_TOGETHER[scorer.device.type]
     with in_eval_mode(scorer.model):
-        for n, length in enumerate(lengths):
+        for row, length in enumerate(lengths):
             numbers = product(range(len(depths)), range(samples))
             while batch := list(islice(numbers, scorer.sequences_together(tokens, length))):
-                texts = [
-                    sample(tokenizer, filler, length, depths[d], number) for d, number in batch
-                ]
+                texts = [sample(tokenizer, filler, length, depths[d], n) for d, n in batch]
                 answers = scorer.known(*zip(*texts, strict=True))
-                for (d, number), answer in zip(batch, answers, strict=True):
-                    logp[n, d, number], right[n, d, number] = answer
+                for (d, n), answer in zip(batch, answers, strict=True):
+                    logp[row, d, n], right[row, d, n] = answer
                 on_batch(len(batch))
     return right, logp
 

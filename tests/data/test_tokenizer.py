@@ -133,6 +133,10 @@ def test_a_mark_at_the_start_encodes_a_text_whole(tmp_path):
         (word_level(), "tokenizer.json: .*eos_token"),
         (models.Unigram([("a", -1.0), (EOS, -2.0)]), "tokenizer.json: .*unknown token"),
         (models.BPE({"a": 0, EOS: 1}, [], dropout=0.5), "tokenizer.json: .*dropout"),
+        (
+            models.BPE({EOS: 0} | {str(n): n for n in range(1, 51)}, []),
+            "51 tokens and the model 50",
+        ),
     ],
 )
 def test_a_broken_tokenizer_is_named(tmp_path, content, message):
@@ -144,5 +148,5 @@ def test_a_broken_tokenizer_is_named(tmp_path, content, message):
     elif content is not None:
         file.write_text(content)
     with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
-        Tokenizer.load(tmp_path)
+        Tokenizer.load(tmp_path, vocabulary=50)
     assert str(tmp_path) in str(caught.value)
