@@ -40,7 +40,10 @@ class Flex(Backend):
     ) -> Output:
         if max(q.numel(), k.numel()) > INT32_MAX:
             raise ValueError("attention=flex is wrong for 2^31 elements of q; give shorter rows")
-        heads = (x.transpose(1, 2) for x in (q, k, v))
+        # Offsets have 32 bits: views into a projection of q, k and v may reach further
+        spans = (max(x.shape[0] * x.stride(0), x.shape[1] * x.stride(1)) for x in (q, k, v))
+        views = max(spans) > INT32_MAX
+        heads = ((x.contiguous() if views else x).transpose(1, 2) for x in (q, k, v))
         options: dict[str, Any] = {"scale": scores.scale, "enable_gqa": True}
         options["return_aux"] = torch_flex.AuxRequest(lse=True)
         score_mod, mask_mod = mods(score, mask, q.shape[0])
@@ -52,10 +55,8 @@ class Flex(Backend):
             out, aux = attend(*heads, block_mask=block_mask(*asked), **options)
         else:
             # compile even if the caller forbids it, or the (Tq, Tk) scores are in memory
-            with (
-                torch.compiler.set_stance("default"),
-                torch._dynamo.config.patch(recompile_limit=64),
-            ):
+            limit = torch._dynamo.config.patch(recompile_limit=64)
+            with torch.compiler.set_stance("default"), limit:
                 hides = score if isinstance(score, str) else score[1]
                 if hides not in mask.cache:
                     mask.cache[hides] = block_mask(*asked)
@@ -94,9 +95,8 @@ def block_mask(mask: Mask, Tk: int, heads: int = 1, mask_mod: Mod | None = None)
         return (j >= first[row, i]) & (j <= last[row, i])
 
     if mask_mod is not None:
-        both = torch_flex.and_masks(sees, mask_mod)
-        shape = first.shape[0], heads, first.shape[1], Tk
-        return compiled(torch_flex.create_block_mask)(both, *shape, first.device, BLOCK)
+        asked = torch_flex.and_masks(sees, mask_mod), first.shape[0], heads, first.shape[1], Tk
+        return compiled(torch_flex.create_block_mask)(*asked, first.device, BLOCK)
     # a block is touched if its last query reaches its first key, and the reverse
     starts = torch.arange(0, first.shape[1], BLOCK, device=first.device)
     ends = (starts + BLOCK).clamp(max=first.shape[1]) - 1

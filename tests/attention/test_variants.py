@@ -140,11 +140,16 @@ def test_scores_of_packed_documents_are_as_alone(name):
             torch.testing.assert_close(out[row : row + 1, first:last], alone)
 
 
-def test_full_masks_and_flex_beyond_its_indices_are_refused():
+def test_full_masks_and_flex_beyond_its_indices_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="score=both: a full mask"):
         attention(*tensors()[:3], Mask.full(), backend="naive", score="both")
     with pytest.raises(ValueError, match=r"flex is wrong for 2\^31 elements of q"):
         flex.Flex().run(*[torch.empty(1, 2**25, 1, 64, device="meta")] * 3, Mask.causal(), Scores())
+    # Views that reach 3 · 2^30 elements far are copied
+    aux = flex.torch_flex.AuxOutput()
+    monkeypatch.setattr(flex, "compiled", lambda _: lambda q, k, v, **_: (v, aux))
+    qkv = torch.empty(1, 2**20, 3, 16, 64, device="meta").unbind(2)
+    assert flex.Flex().run(*qkv, Mask.causal().bind(1, 4, 4, "cpu"), Scores())[0].is_contiguous()
 
 
 def test_a_score_function_is_the_formula_by_hand():

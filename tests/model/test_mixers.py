@@ -86,8 +86,7 @@ def test_layers_repeat_and_attention_alone_is_the_default():
 
 MEMORIES = (
     MemoryConfig("balanced", recompute_share=0.5),
-    MemoryConfig("balanced", keep_every=2, mlp_tile=9),
-    MemoryConfig("balanced", keep_every=2, attention_again=1.0),
+    MemoryConfig("balanced", keep_every=2, mlp_tile=9, attention_again=1.0),
     MemoryConfig("balanced", heads_at_once=1),
 )
 

@@ -124,8 +124,7 @@ SMALL = {
     "changes",
     [
         {"model.mixer": "[mla,fox]", "plugins": f"[{ROOT}/examples/fox.py]"},
-        {"accumulate": 2, "compile": True, "workers": 1, "optimizer": "muon"},
-        {"accumulate": 3, "memory": "balanced"},
+        {"accumulate": 2, "compile": True, "workers": 1, "optimizer": "muon", "memory": "balanced"},
         {"attention": "naive", "model.tied": False},
         {"clip": "null", "memory.optimizer_state": "host", "precision": "fp32"},
         {"seq_len_schedule": "[[64,3],[128,3]]", "accumulate": 2},
