@@ -85,9 +85,10 @@ def by_hash(stores: Sequence[Store], fractions: Mapping[str, float | None]) -> l
         is_unsplit = wanted[number] and (trained[own] == lengths[own]).all()
         key = f"{place}.val_fraction"
         value = "null" if fractions[place] is None else fractions[place]
+        shared = "" if is_in_one_store[text[own]].all() else ", or in other sources of the mix too"
         problem = f"{key}={value}: cannot split {len(own)} document(s), all alike or too short"
         advice = f"give more documents, or {key}=0 to train without validation"
-        message = f"{problem}, into training and validation; {advice}"
+        message = f"{problem}{shared}, into training and validation; {advice}"
         refuse((is_unsplit or not trained[own].any(), message))
     return np.split(trained, np.cumsum([len(store) for store in stores])[:-1])
 

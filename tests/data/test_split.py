@@ -58,8 +58,10 @@ def test_the_shortest_of_few_conversations_validates():
     store.has_answers = True
     assert store.split(0.1).tolist() == [5001, 0, 7001]
     store.keys[:] = 0
-    with pytest.raises(ValueError, match=r"data\.val_fraction=0\.1: "):
+    with pytest.raises(ValueError, match=r"data\.val_fraction=0\.1: .* too short, into"):
         store.split(0.1)
+    with pytest.raises(ValueError, match=r"a\.val_fraction=0\.1: .* other sources of the mix too"):
+        by_hash([Documents([5001, 4003])] * 2, {"data.mix.a": 0.1, "data.mix.b": 0.1})
 
 
 @pytest.mark.parametrize(

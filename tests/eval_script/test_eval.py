@@ -191,8 +191,7 @@ def test_ruler_of_a_run(evaluate):
     keys += ["ruler.lengths=[900,800]"]
     content, output = evaluate(*keys)
     assert Path(output.split()[-1]).name.startswith("ruler-step-00000003-900-naive")
-    for text in ("warning: 900 tokens", "niah_single_2", "800"):
-        assert text in output
+    assert all(text in output for text in ("warning: 900 tokens", "niah_single_2", "800"))
     assert content["ruler"]["lengths"] == [800, 900]
     assert list(content["ruler"]["scores"]) == ["niah_single_2", "fwe"]
     assert all(0 < row["tokens"] < row["length"] for row in content["answers"])
