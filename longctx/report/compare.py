@@ -95,7 +95,7 @@ def read_all(paths: Sequence[Path], price: float | None) -> tuple[list[RunRecord
 
 def table_of(runs: list[RunRecord], price: float | None) -> Table:
     """Return the table: keys that differ, results, costs, evaluations."""
-    keys = differing(runs)
+    keys = sorted(differing(runs), key=lambda key: key.startswith(("lock.", "plugins")))
     columns = [cells_of(run, keys, price) for run in runs]
     names = dict.fromkeys(chain(*columns))
     lines = [[name, *(column.get(name, "") for column in columns)] for name in names]
@@ -153,12 +153,13 @@ def differing(runs: list[RunRecord]) -> list[str]:
 
 
 def configured(run: RunRecord, key: str) -> str:
-    """Write a value of the configuration, an absolute path by its name alone; a dash if the run
-    has no such key.
+    """Write a value of the configuration: of an absolute path the name, and of a plugin the
+    beginning of its hash too; a dash if the run has no such key.
     """
     value = run.config.get(key, "–")
-    is_path = isinstance(value, str) and value.startswith("/")
-    return Path(value).name if is_path else fields.shown(value)
+    if key == "plugins":
+        return re.sub(r"/[^,\]]*/|sha256:|(?<=sha256:.{8})\w+", "", fields.shown(value))
+    return Path(value).name if str(value).startswith("/") else fields.shown(value)
 
 
 def incomparable(runs: list[RunRecord]) -> list[str]:
@@ -189,8 +190,8 @@ def documents_of(run: RunRecord) -> dict[str, Any]:
 
 def csv_of(runs: list[RunRecord]) -> str:
     """Return the numbers of the runs as a .csv: a row for each, with the keys that differ."""
-    always = (*BACKENDS, "lock.kernel", "lock.fingerprint", "seq_len")
-    keys = dict.fromkeys([*always, *differing(runs)])
+    locks = "lock.kernel", "lock.fingerprint"
+    keys = dict.fromkeys([*BACKENDS, *locks, "seq_len", *differing(runs)])
     records = [
         {"run": str(run.folder), "ended": run.ended, **run.figures}
         | {f"config.{key}": configured(run, key) for key in keys}
@@ -276,9 +277,8 @@ class RunRecord:
         figures = metrics.figures(records)
         self.figures = cost_of(self.config, figures, price) | figures
         step, steps = figures["step"], self.config["max_steps"]
-        state = "training," if training else "stopped at"
-        is_finished = step >= steps and not training
-        self.ended = "finished" if is_finished else f"{state} step {step:,} of {steps:,}"
+        state = f"{'training,' if training else 'stopped at'} step {step:,} of {steps:,}"
+        self.ended = "finished" if step >= steps and not training else state
         self.curves = curves(records)
         self.positions = positions(records)  # loss over tokens before
         self.evaluations = read_evaluations(folder)

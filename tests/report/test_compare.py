@@ -17,7 +17,6 @@ from longctx.report.compare import (
     RunRecord,
     cost_of,
     described,
-    differing,
     incomparable,
     reduced,
     table_of,
@@ -178,9 +177,10 @@ def test_losses_are_compared_over_equal_tokens(tmp_path, configs, tokenizers, is
 
 
 def test_paths_of_one_name_do_not_differ(tmp_path):
-    texts = [f"data: {{path: /{n}/docs, cache: /{n}/c}}\nmax_steps: 3{n}\nlr: 1" for n in range(2)]
-    runs = [RunRecord(make(tmp_path / f"{n}", config=text)) for n, text in enumerate(texts)]
-    assert differing(runs) == ["max_steps"]
+    text = "plugins: [/{0}/a.py@sha256:{0}23456789]\ndata: {{path: /{0}/x}}\nmax_steps: 3{0}\nlr: 1"
+    runs = [RunRecord(make(tmp_path / n, config=text.format(n))) for n in "01"]
+    cells = [f"[a.py@{n}2345678]" for n in "01"]
+    assert table_of(runs, None)[1:3] == [["max_steps", "30", "31"], ["plugins", *cells]]
 
 
 # Files next to a run's rows, whoever wrote them
