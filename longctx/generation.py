@@ -155,8 +155,7 @@ class Engine:
         self.dtype = devices.dtype_of(precision)  # of matrices
         self.trained = open_model(config.checkpoint)
         self.tokenizer = self.trained.tokenizer
-        name = config.attention
-        named = None if name is None else AttentionConfig(**presets.read("attention", name))
+        named = AttentionConfig(**presets.read("attention", x)) if (x := config.attention) else None
         self.attention = plugins.attention_of(self.trained.run, self.trained.file, named)
         self.trained.model.prove(self.device, precision, self.trained.seq_len)
         asked = EvalConfig(attention=self.attention, precision=precision)

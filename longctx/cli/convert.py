@@ -25,10 +25,11 @@ FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt", ".md")
 
 def _documents(value: Any, theirs: Mapping[str, Any]) -> Values | None:
     """Return the keys of data for one data set; several are a mix, with weights of yours."""
-    if not isinstance(value, list) or len(value) != 1 or "path" not in value[0]:
-        return None
-    given = dict(value[0])
-    path, files = str(given.pop("path")), given.pop("data_files", None)
+    match value:
+        case [{"path": path, **given}]:
+            path, files = str(path), given.pop("data_files", None)
+        case _:
+            return None
     is_file = files is not None or Path(path).exists() or path.endswith(FILES)
     ours: Values = {"data": "text" if is_file else "hub", "data.path": files or path}
     if given.pop("type", "completion") != "completion" and "rl" not in theirs:

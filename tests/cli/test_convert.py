@@ -53,7 +53,7 @@ def test_a_recipe_of_axolotl_runs_as_ours(tmp_path, monkeypatch, capsys):
         ("{optimizer: lion_8bit}", {}, "optimizer=lion_8bit"),
         ("{eval_steps: 0.05, save_steps: 100}", {"checkpoint_every": 100}, "eval_steps: val_every"),
         ("{learning_rate: 99}", {}, "learning_rate: lr=99.0: a number from"),
-        ("{lora_alpha: a, lora_r: 8}", {"lora.rank": 8}, "lora_alpha=a: "),
+        ("{datasets: [3], lora_alpha: a, lora_r: 8}", {"lora.rank": 8}, "lora_alpha=a: "),
         ("{lora_target_modules: 5}", {}, "lora_target_modules=5: "),
     ],
 )
