@@ -50,10 +50,10 @@ USUAL = {
 }
 TOKENS = {"cuda": 2**23, "cpu": 3 * 2**16}
 LENGTHS = {"cuda": (8192, 16384, 32768, 65536), "cpu": ()}
-FIGURES = ("val_loss", "tokens_per_second", "memory_peak_gib", "process_peak_gib")
+FIGURES = "val_loss", "val_loss_error", "tokens_per_second", "memory_peak_gib", "process_peak_gib"
 LATE = "no minutes left"
 MARKERS = "osD^v<>phXP"  # next to a colour of its own
-HOST = "Short sequences measure the host on a GPU if a mixer is not `capturable` as CUDA graphs."
+HOST = "Short sequences measure a GPU's host, without CUDA graphs. On a CPU naive computes scores."
 KEYS_FOUND = "pass keys found, from the beginning of a text to its end"
 OF_STEPS = ("tokens of a sequence", "tokens/s", "a step of training")
 BY_LENGTH = ("tokens/s of steps", "GiB of steps", KEYS_FOUND)
@@ -215,7 +215,8 @@ def write_page(about: Row, rows: list[Row], out: Path) -> None:
         speeds = {n: x for n, x in row.get(BY_LENGTH[0], {}).items() if isinstance(x, float)}
         color = colormaps["turbo"]((place + 0.5) / len(ranked))
         for axis, found in zip(axes, (losses, speeds), strict=False):
-            label, marker = f"{row['val_loss']:.2f}  {row['mixer']}", MARKERS[place % len(MARKERS)]
+            error, marker = row.get("val_loss_error") or 0, MARKERS[place % len(MARKERS)]
+            label = f"{row['val_loss']:.2f} ± {error:.2f}  {row['mixer']}"
             axis.plot(list(found), list(found.values()), color=color, marker=marker, label=label)
     names = ("tokens before", "loss", "validation loss by position, and of all"), OF_STEPS
     for axis, (x, y, title) in zip(axes, names, strict=False):
