@@ -78,8 +78,8 @@ class Mask:
         ValueError if ids decrease.
         """
         remedy = "sort the documents of each row, or renumber them"
-        decrease = bool((doc_ids[:, 1:] < doc_ids[:, :-1]).any())
-        refuse((decrease, f"doc_ids must not decrease along a row; {remedy}"))
+        wrong = doc_ids.ndim != 2 or bool((doc_ids[:, 1:] < doc_ids[:, :-1]).any())
+        refuse((wrong, f"doc_ids must be (B, T) and must not decrease along a row; {remedy}"))
         B, T = doc_ids.shape
         # a document begins with the row, or with another id
         changes = torch.ones(B, T, dtype=torch.bool, device=doc_ids.device)

@@ -30,6 +30,7 @@ def test_binding_is_idempotent_and_guards_its_shape():
         (lambda: Mask.causal(2.5), "window=2.5"),
         (lambda: Mask.causal(True), "window=True"),
         (lambda: Mask.documents(torch.tensor([[1, 0]])), "must not decrease"),
+        (lambda: Mask.documents(torch.tensor([0, 1])), r"must be \(B, T\)"),
         (lambda: Mask.intervals(torch.tensor([[1, 0]]), torch.tensor([[1, 1]])), "first must"),
     ],
 )
