@@ -123,7 +123,7 @@ SMALL = {
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model.mixer": "[mla,fox]", "plugins": f"[{ROOT}/examples/fox.py]"},
+        {"model.mixer": "[mla,softmax]"},
         {"accumulate": 2, "compile": True, "workers": 1, "optimizer": "muon", "memory": "balanced"},
         {"attention": "naive", "model.tied": False},
         {"clip": "null", "memory.optimizer_state": "host", "precision": "fp32"},
