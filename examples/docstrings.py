@@ -50,10 +50,10 @@ def prose(name: str, text: str) -> str:
         warnings.simplefilter("ignore")  # such as "\d" in a string
         try:
             tree = ast.parse(text)
-        except (SyntaxError, ValueError) as error:
-            raise ValueError(
-                f"{name}: no Python file ({error}); give those: 'src/**/*.py'"
-            ) from None
+        # Of a long text that is no Python, the parser says that memory is out
+        except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+            problem = f"{name}: no Python file ({str(error) or 'too deep'})"
+            raise ValueError(f"{problem}; give those: 'src/**/*.py'") from None
     return "\n\n".join(docstrings(tree))
 
 

@@ -102,7 +102,7 @@ def test_docstrings_are_on_the_side_of_their_file(text_config, tmp_path):
     mix = {x: {"source": x, "path": f"{tmp_path}/*.py"} for x in ("docstrings", "text")}
     with contextmanager(example)("docstrings"):
         data = load(text_config(source="mix", path=None, mix=mix), 64)
-        (tmp_path / "9.py").write_text("x = (")
+        (tmp_path / "9.py").write_text("-" * 10**5)
         check_refused(text_config(**mix["docstrings"]), r"9\.py: no Python file")
     train, val = ({x.name for x in data.documents(split)} for split in ("train", "val"))
     files = [{name.partition("/")[2] for name in names} for names in (train, val)]
