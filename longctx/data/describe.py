@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from longctx import hub_snapshot
 from longctx.config.data_config import SOURCES, DataConfig
 from longctx.data import far_back
-from longctx.tables import console, grid
+from longctx.tables import console, count_of, grid
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -88,7 +88,8 @@ def overview(data: Data, counts: dict[str, Any]) -> Iterator[str]:
 
     total = counts["tokens"]
     about = f" ({counts['left_out']} left out)" if counts["left_out"] else ""
-    yield f"{counts['documents']:,} documents{about}, {counts['bytes']:,} bytes"
+    documents = count_of(counts["documents"], "document")
+    yield f"{documents}{about}, {counts['bytes']:,} bytes"
     if others := SOURCES[data.config.source].left_out(data.config):
         yield f"files not read: {others}"
     if counts["conversations_shortened"]:
