@@ -131,7 +131,7 @@ def test_the_lock_has_both_kernels():
 
 def test_a_model_of_another_backend_is_not_evaluated_with_one(tmp_path):
     run = {"attention": {"backend": "flash", "window": "double"}}
-    with pytest.raises(ValueError, match=r"attention=double\+flash, of plugins=\[FILE.py\]"):
+    with pytest.raises(ValueError, match=r"double\+flash, of a plugin: add .plugins=\[FILE.py\]"):
         plugins.attention_of(run, tmp_path)
     run["attention"]["window"] = "sdpa"
     assert plugins.attention_of(run, tmp_path).label == "sdpa+flash"
