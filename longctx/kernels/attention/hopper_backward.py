@@ -594,10 +594,21 @@ def unpack_part(
     tl.store(out + (((bh // H).to(tl.int64) * T + i) * H + bh % H) * D + c, x, mask=inside)
 
 
-@triton.jit(do_not_specialize=["T", "H"])
-def unpack_kernel(sums, out, scale, T, H, D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr):
-    """out (B, T, H, D) = scale · sums (B, H, tiles, BM · PAD), which is in `register_order`."""
+@triton.jit(do_not_specialize=["T", "H", "n"])
+def unpack_kernel(
+    sums, out, parts, dsinks, scale, T, H, n,
+    D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """out (B, T, H, D) = scale · sums (B, H, tiles, BM · PAD), which is in `register_order`; dsinks
+    (H,) are the sums of parts (H, n).
+    """
     tile, tiles = tl.program_id(0), tl.cdiv(T, BM)
+    if (tile < H) & (n > 0):
+        total = tl.zeros([1024], tl.float32)
+        for start in range(0, n, 1024):
+            at = start + tl.arange(0, 1024)
+            total += tl.load(parts + tile.to(tl.int64) * n + at, mask=at < n, other=0.0)
+        tl.store(dsinks + tile, tl.sum(total, 0))
     m, bh = tile % tiles, tile // tiles
     if PAD == 64 or PAD == 128:
         x = tl.load(sums + tile.to(tl.int64) * BM * PAD + tl.arange(0, BM * PAD)) * scale
@@ -648,9 +659,9 @@ class BackwardLaunches(NamedTuple):
     config: BackwardConfig | None
     parts: int  # of the channels; each has tensor maps
     sums: int  # of dq
-    zeroed: int  # sums, the counter, padded to 16 bytes, then the semaphores, padded likewise
+    zeroed: int  # sums, the counter, padded to 16 bytes, then the semaphores, and padding
     rows: int  # of lse2, and of delta, which follow
-    sink_sums: int  # the parts of dsinks, at the end
+    sink_parts: int  # at the end
     preprocess: Relaunch
     main: Relaunch
     unpack: Relaunch
@@ -694,19 +705,18 @@ def backward(
     if launches is None or not aligned or launches.config is not CONFIGS.get(launches.size):
         return _first_backward(do, dlse, saved, intervals, scores, ordered, key)
     dq, dk, dv = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-    _, config, parts, sums, zeroed, rows, sink_sums, preprocess, main, unpack = launches
-    count = zeroed + 2 * rows + sink_sums
+    dsinks = None if sinks is None else torch.empty_like(sinks)
+    _, config, parts, sums, zeroed, rows, sink_parts, preprocess, main, unpack = launches
+    count = zeroed + 2 * rows + sink_parts
     buffer = torch.empty(count, dtype=torch.float32, device=q.device)
     stream, at = stream_of(device), buffer.data_ptr()
-    # sums, counter and semaphores begin at 0
-    buffer[:zeroed].zero_()
     # addresses in the buffer, whose parts `BackwardLaunches` lists
     end, lse2_at, dq_at = at + 4 * sums, at + 4 * zeroed, dq.data_ptr()
-    delta_at = lse2_at + 4 * rows
+    delta_at, parts_at = lse2_at + 4 * rows, lse2_at + 8 * rows
     tile = config or LARGE[launches.size]
     biases = of_bias(scores, intervals, lse, tile.BN, BIAS_ROWS.value)
     references_at, *bias_at = [x.data_ptr() for x in biases] or given[2:3]
-    preprocess(stream, (), *given, references_at, lse2_at, delta_at, delta_at + 4 * rows)
+    preprocess(stream, (), *given, references_at, lse2_at, delta_at, parts_at, at)
     row_maps = (lse2_at, delta_at, references_at)[: 2 + len(bias_at)]
     mapped = q_at, k_at, v_at, do_at, dk.data_ptr(), dv.data_ptr()
     semaphore = end + 16 if ordered else end
@@ -720,8 +730,8 @@ def backward(
     else:
         mapped = (*mapped, at) * parts
         main(stream, (*row_maps, *mapped), semaphore, end, *ends[2:], *bias_at)
-    unpack(stream, (), at, dq_at)
-    return Gradients(dq, dk, dv, *_learned(buffer, sink_sums, sinks, biases, k))
+    unpack(stream, (), at, dq_at, parts_at, dq_at if dsinks is None else dsinks.data_ptr())
+    return Gradients(dq, dk, dv, dsinks, _of_keys(biases, k))
 
 
 def _first_backward(
@@ -749,39 +759,40 @@ def _first_backward(
     # one buffer: sums of dq, counter, semaphores, lse2, delta, parts of dsinks
     dq_tiles = B * Hq * triton.cdiv(Tq, BM)
     count = dq_tiles * BM * size
-    semaphores = 2 * dq_tiles if ordered else 0
-    zeroed = count + 4 + triton.cdiv(semaphores, 4) * 4
-    rows = padded_rows(lse)
-    after, sink_sums = zeroed + 2 * rows.numel(), 0 if sinks is None else math.prod(sink_parts(lse))
-    buffer = torch.empty(after + sink_sums, dtype=torch.float32, device=q.device)
-    sums = buffer[:zeroed].zero_()
+    # as many zeros, a multiple of 16, from each program that makes them
+    programs = math.prod(sink_parts(lse))
+    zeroed = (
+        triton.cdiv(count + 4 + (2 * dq_tiles if ordered else 0), 16 * programs) * 16 * programs
+    )
+    rows, parts = padded_rows(lse), 0 if sinks is None else programs
+    after = zeroed + 2 * rows.numel()
+    buffer = torch.empty(after + parts, dtype=torch.float32, device=q.device)
+    sums = buffer[:zeroed]
     lse2, delta = buffer[zeroed:after].view(2, *rows).unbind()
     # delta, then dk, dv and the sums, then dq
     biases = of_bias(scores, intervals, lse, (config or LARGE[size]).BN, BIAS_ROWS.value)
-    into, references = (lse2, delta, buffer[after:]), biases[0] if biases else None
+    into, references = (lse2, delta, buffer[after:], sums), biases[0] if biases else None
     before = preprocess_into(into, do, dlse, saved, sinks, references)
     tensors = Mapped(q, k, v, do, dk, dv, lse2, delta, sums, biases)
     main = _first_launch(tensors, count, intervals, scores, size, ordered)
     constants = dict(D=D, PAD=size, BM=BM)
-    given = (sums, dq), (scores.scale, Tq, Hq), constants
+    dsinks = None if sinks is None else torch.empty_like(sinks)
+    pointers = sums, dq, buffer[after:], dq if dsinks is None else dsinks
+    given = pointers, (scores.scale, Tq, Hq, parts // Hq), constants
     unpack = first_launch(unpack_kernel, dq_tiles, (), *given, num_warps=8)
     assert before is not None and unpack is not None, "Gluon has no interpreter"
-    parts = 2 if size == 96 else 1
-    sizes = parts, count, zeroed, rows.numel(), sink_sums
+    sizes = 2 if size == 96 else 1, count, zeroed, rows.numel(), parts
     launches = BackwardLaunches(size, config, *sizes, before, main, unpack)
     if len(_launches) >= LAUNCHES:
         _launches.clear()
     _launches[key] = launches
-    return Gradients(dq, dk, dv, *_learned(buffer, sink_sums, sinks, biases, k))
+    return Gradients(dq, dk, dv, dsinks, _of_keys(biases, k))
 
 
-def _learned(
-    buffer: Tensor, sink_sums: int, sinks: Tensor | None, biases: list[Tensor], k: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of sinks, whose parts end the buffer, and of the key bias, if any."""
-    dsinks = None if sinks is None else buffer[-sink_sums:].view(sinks.shape[0], -1).sum(1)
+def _of_keys(biases: list[Tensor], k: Tensor) -> Tensor | None:
+    """Return the gradient of the key bias, if there is one, from rows of `of_bias`."""
     of_keys = [x[..., 1:, :].sum(3).flatten(2)[..., : k.shape[1]] for x in biases[1:]]
-    return dsinks, of_keys[0].contiguous() if of_keys else None
+    return of_keys[0].contiguous() if of_keys else None
 
 
 class Mapped(NamedTuple):

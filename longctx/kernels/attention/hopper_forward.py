@@ -104,7 +104,13 @@ from longctx.kernels.attention.portable import (
     visible_tiles,
     with_sink,
 )
-from longctx.kernels.attention.relaunch import LAUNCHES, Relaunch, first_launch, stream_of
+from longctx.kernels.attention.relaunch import (
+    LAUNCHES,
+    Relaunch,
+    first_launch,
+    stream_of,
+    unused_zeros,
+)
 
 
 class ForwardConfig(NamedTuple):
@@ -730,8 +736,9 @@ def forward(
     B, Tq, Hq, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty((B, Hq, Tq), dtype=torch.float32, device=q.device)
-    flags = torch.zeros(launches.flags, dtype=torch.int32, device=q.device)
-    stream, at = stream_of(device), flags.data_ptr()
+    stream = stream_of(device)
+    flags, start = unused_zeros(launches.flags, q.device, stream)
+    at = flags.data_ptr() + 4 * start
     biases = of_bias(scores, intervals, lse, launches.config.BN, 1)
     lse_at, out_at = lse.data_ptr(), out.data_ptr()
     mapped = *[x.data_ptr() for x in biases], *((q_at, k_at, v_at, out_at) * launches.parts)

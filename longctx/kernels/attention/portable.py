@@ -37,6 +37,8 @@ them are made NaN through their scores.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -306,17 +308,22 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def delta_kernel(
-    out, do, lse, dlse, sinks, bias_r, lse2, delta, dsinks,
+    out, do, lse, dlse, sinks, bias_r, lse2, delta, dsinks, zeros,
     stride_ob, stride_ot, stride_oh,
     stride_gb, stride_gt, stride_gh,
-    Tq, Hq,
+    Tq, Hq, zeros_each,
     D: tl.constexpr, PAD: tl.constexpr, HAS_DLSE: tl.constexpr, SINKS: tl.constexpr,
     BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Compute delta = Σ do·o - dlse, the lse in base 2, and each program's part of dsinks, (Hq, n).
+    """Compute delta = Σ do·o - dlse, the lse in base 2, and each program's part of dsinks, (Hq, n);
+    write `zeros_each` zeros, too.
 
     For blind queries and past the end the lse is +inf, so p is 0.
     """
+    zeros += tl.program_id(0).to(tl.int64) * zeros_each
+    for start in range(0, zeros_each, 4096):
+        at = start + tl.arange(0, 4096)
+        tl.store(zeros + at, tl.zeros([4096], tl.float32), mask=at < zeros_each)
     padded = tl.cdiv(Tq, ROW) * ROW
     tiles = padded // DELTA_ROWS
     # heads side by side: they are neighbours in memory
@@ -649,7 +656,7 @@ def preprocess(
     lse2, delta = lse.new_empty((2, *padded_rows(lse))).unbind()
     parts = lse2 if sinks is None else lse.new_empty(sink_parts(lse))
     with torch.cuda.device_of(out):
-        preprocess_into((lse2, delta, parts), do, dlse, saved, sinks, bias_r)
+        preprocess_into((lse2, delta, parts, lse2[:0]), do, dlse, saved, sinks, bias_r)
     return lse2, delta, bias_r, None if sinks is None else parts.sum(1)
 
 
@@ -668,8 +675,8 @@ def sink_parts(lse: Tensor) -> tuple[int, int]:
 def preprocess_into(
     into: tuple[Tensor, ...], do: Tensor, dlse: Tensor | None, saved: Saved, *more: Tensor | None
 ) -> Relaunch | None:
-    """Compute lse2, delta and the parts of dsinks `into` such tensors; return how to do it again,
-    or None in the interpreter.
+    """Compute lse2, delta, parts of dsinks and zeros, a multiple of the `sink_parts`, `into` such
+    tensors; return how to do it again, or None in the interpreter.
 
     `more` are sinks and `padded_reference`. The addresses are those of out, do, lse, dlse, `more`
     (or lse again) and `into`.
@@ -678,10 +685,10 @@ def preprocess_into(
     Tq, Hq, D = out.shape[1:]
     dlse = None if dlse is None else dlse.contiguous()
     pointers = out, do, lse, *(lse if x is None else x for x in (dlse, *more)), *into
-    scalars = *out.stride()[:3], *do.stride()[:3], Tq, Hq
+    programs = math.prod(sink_parts(lse))
+    scalars = *out.stride()[:3], *do.stride()[:3], Tq, Hq, into[3].numel() // programs
     has = dict(HAS_DLSE=dlse is not None, SINKS=sinks is not None, BIAS=bias_r is not None)
     constants = dict(D=D, PAD=triton.next_power_of_2(D), **has)
-    programs = padded_rows(lse).numel() // DELTA_ROWS.value
     return first_launch(delta_kernel, programs, (), pointers, scalars, constants, num_warps=8)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from longctx.kernels import TRITON
 
 LAUNCHES = 512  # that are cached for each kernel; a program rarely has more shapes
 TENSOR_MAPS = 1 << 12  # sets of half a KB a map, that are cached for all kernels
+ZEROS = 1 << 20  # int32 numbers of a stream that are zeroed at a time
 
 
 def _mapped(address: int, like: Any) -> Any:
@@ -124,3 +126,25 @@ def first_launch(
 def stream_of(device: int) -> int:
     """Return the current stream of a GPU, as a launcher takes it."""
     return int(torch._C._cuda_getCurrentRawStream(device))
+
+
+_unused: dict[tuple[torch.device, int], tuple[Tensor | None, int]] = {}  # and the first
+_lock = threading.Lock()
+
+
+def unused_zeros(count: int, device: torch.device, stream: int) -> tuple[Tensor, int]:
+    """Return int32 zeros, and where `count` of them begin that no launch has been given.
+
+    Zeroing them for each launch would be a launch more. A graph must zero its own when it runs.
+    """
+    of_graph = torch.cuda.is_current_stream_capturing()
+    with _lock:
+        zeros, start = _unused.get((device, stream), (None, 0))
+        if zeros is None or of_graph or start + count > len(zeros):
+            zeros, start = (
+                torch.zeros(max(count, ZEROS * (not of_graph)), dtype=torch.int32, device=device),
+                0,
+            )
+        if not of_graph:
+            _unused[device, stream] = zeros, start + count + -count % 4  # 16 bytes
+    return zeros, start
