@@ -85,23 +85,20 @@ class Kernels(NamedTuple):
     backward: Callable[..., Gradients]
 
 
-def kernels(implementation: str, device: torch.device) -> Kernels:
-    """Return the kernels of `implementation`, imported and configured for `device`."""
-    forward, backward = (_module(name, device) for name in IMPLEMENTATIONS[implementation].modules)
-    if implementation == "triton-hopper-ordered":
-        return Kernels(forward.forward, functools.partial(backward.backward, ordered=True))
-    return Kernels(forward.forward, backward.backward)
-
-
 @functools.cache
-def _module(name: str, device: torch.device) -> Any:
-    """Return a module of this folder; Triton's are imported on first use."""
+def kernels(implementation: str, device: torch.device) -> Kernels:
+    """Return the kernels of `implementation`, imported on first use and configured for `device`."""
     if device.type == "cuda":
         warn_of_triton()
-    module = importlib.import_module(f"longctx.kernels.attention.{name}")
-    if name in HOPPER:
-        configure(module, name, device)
-    return module
+    names = IMPLEMENTATIONS[implementation].modules
+    modules = [importlib.import_module(f"longctx.kernels.attention.{name}") for name in names]
+    for name, module in zip(names, modules, strict=True):
+        if name in HOPPER:
+            configure(module, name, device)
+    forward, backward = modules[0].forward, modules[1].backward
+    if implementation == "triton-hopper-ordered":
+        backward = functools.partial(backward, ordered=True)
+    return Kernels(forward, backward)
 
 
 @torch.library.custom_op("longctx::flash_forward", mutates_args=())
@@ -237,9 +234,7 @@ class _Flash(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
         sinks, key_bias, intervals, scores, implementation = others
         ctx.others = intervals, scores[:2], implementation
-        # no call of ours between this one and the kernels
-        run = trusted("forward", implementation, q, k, scores, intervals.span)
-        out, lse = run(q, k, v, intervals, scores)
+        out, lse = _forward(q, k, v, *others)
         # the intervals have no gradient and need not be saved by autograd
         ctx.save_for_backward(q, k, v, out, lse, sinks, key_bias)
         ctx.set_materialize_grads(False)

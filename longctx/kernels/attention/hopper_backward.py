@@ -124,7 +124,7 @@ from longctx.kernels.attention.relaunch import LAUNCHES, Relaunch, first_launch,
 
 class BackwardConfig(NamedTuple):
     """BM queries and BN keys of a tile, registers of a consumer, slots of k and of v: constants of
-    the kernel, by these names in capitals.
+    the kernel, by these names in capitals. The others are as in `Large`.
     """
 
     BM: int
@@ -132,6 +132,8 @@ class BackwardConfig(NamedTuple):
     registers: int
     k_slots: int
     v_slots: int
+    intervals = 2
+    maps_sums = True
 
 
 CONFIGS = {  # by head size; larger ones have none
@@ -718,18 +720,15 @@ def backward(
     references_at, *bias_at = [x.data_ptr() for x in biases] or given[2:3]
     preprocess(stream, (), *given, references_at, lse2_at, delta_at, parts_at, at)
     row_maps = (lse2_at, delta_at, references_at)[: 2 + len(bias_at)]
-    mapped = q_at, k_at, v_at, do_at, dk.data_ptr(), dv.data_ptr()
-    semaphore = end + 16 if ordered else end
-    if config is None:
-        large = LARGE[launches.size]
-        ends = ends[-large.intervals :]
-        if large.maps_sums:
-            main(stream, (*row_maps, *mapped, at), semaphore, end, *ends, *bias_at)
-        else:
-            main(stream, (*row_maps, *mapped), at, semaphore, end, *ends, *bias_at)
-    else:
+    mapped, plain = (
+        (q_at, k_at, v_at, do_at, dk.data_ptr(), dv.data_ptr()),
+        (end + 16 * ordered, end),
+    )
+    if tile.maps_sums:
         mapped = (*mapped, at) * parts
-        main(stream, (*row_maps, *mapped), semaphore, end, *ends[2:], *bias_at)
+    else:
+        plain = (at, *plain)
+    main(stream, (*row_maps, *mapped), *plain, *ends[-tile.intervals :], *bias_at)
     unpack(stream, (), at, dq_at, parts_at, dq_at if dsinks is None else dsinks.data_ptr())
     return Gradients(dq, dk, dv, dsinks, _of_keys(biases, k))
 
@@ -759,11 +758,9 @@ def _first_backward(
     # one buffer: sums of dq, counter, semaphores, lse2, delta, parts of dsinks
     dq_tiles = B * Hq * triton.cdiv(Tq, BM)
     count = dq_tiles * BM * size
-    # as many zeros, a multiple of 16, from each program that makes them
+    # each program of the first kernel writes as many zeros, a multiple of 16
     programs = math.prod(sink_parts(lse))
-    zeroed = (
-        triton.cdiv(count + 4 + (2 * dq_tiles if ordered else 0), 16 * programs) * 16 * programs
-    )
+    zeroed = triton.cdiv(count + 4 + 2 * dq_tiles * ordered, 16 * programs) * 16 * programs
     rows, parts = padded_rows(lse), 0 if sinks is None else programs
     after = zeroed + 2 * rows.numel()
     buffer = torch.empty(after + parts, dtype=torch.float32, device=q.device)
@@ -825,7 +822,7 @@ def _first_launch(
     tiles = triton.cdiv(Tk, tile.BN)
     # behind the sums: the counter, padded to 16 bytes, and the semaphores
     ints = x.sums[count:].view(torch.int32)
-    pointers: tuple[Tensor, ...] = (ints[4 if ordered else 0 :], ints)
+    pointers = ints[4 * ordered :], ints, *intervals[4 - tile.intervals : 4]
     # tensor maps: lse2, delta, references, then the operands of each part of the channels
     rows = x.lse2, x.delta, *x.biases[:1]
     maps = [map_of_rows(of, B * Hq, tile.BM) for of in rows] + [None] * (3 - len(rows))
@@ -842,7 +839,7 @@ def _first_launch(
         maps += [
             descriptor(*of, large.width, dtype) for of in zip(x[:6], rows_of_maps, strict=True)
         ]
-        kernel, pointers = large.kernel, (*pointers, *intervals[4 - large.intervals : 4])
+        kernel = large.kernel
         if large.maps_sums:
             maps += [map_of_rows(x.sums[:count], count // 256, 256, 16)]
         else:
@@ -850,7 +847,7 @@ def _first_launch(
         if large.intervals == 4:
             scalars = batch_stride(intervals.first), *scalars
     else:
-        kernel, pointers = backward_kernel, (*pointers, *intervals[2:4])
+        kernel = backward_kernel
         # v in one box for each consumer
         boxes = tuple(zip(x[:6], (config.BM, config.BN, 64, config.BM, 64, 64), strict=True))
         for width, part in zip(split(size), (16, 8), strict=True):

@@ -128,7 +128,7 @@ def stream_of(device: int) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device))
 
 
-_unused: dict[tuple[torch.device, int], tuple[Tensor | None, int]] = {}  # and the first
+_unused: dict[tuple[torch.device, int], tuple[Tensor | None, int]] = {}  # and the first of them
 _lock = threading.Lock()
 
 
@@ -137,14 +137,11 @@ def unused_zeros(count: int, device: torch.device, stream: int) -> tuple[Tensor,
 
     Zeroing them for each launch would be a launch more. A graph must zero its own when it runs.
     """
-    of_graph = torch.cuda.is_current_stream_capturing()
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=device), 0
     with _lock:
         zeros, start = _unused.get((device, stream), (None, 0))
-        if zeros is None or of_graph or start + count > len(zeros):
-            zeros, start = (
-                torch.zeros(max(count, ZEROS * (not of_graph)), dtype=torch.int32, device=device),
-                0,
-            )
-        if not of_graph:
-            _unused[device, stream] = zeros, start + count + -count % 4  # 16 bytes
+        if zeros is None or start + count > len(zeros):
+            zeros, start = torch.zeros(max(count, ZEROS), dtype=torch.int32, device=device), 0
+        _unused[device, stream] = zeros, start + count + -count % 4  # of 16 bytes
     return zeros, start

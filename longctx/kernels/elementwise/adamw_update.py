@@ -21,53 +21,31 @@ BLOCK, WARPS = 1024, 8
 
 
 @triton.jit
-def updated(x, g, m, v, shrink, rate, root, beta1, beta2, eps):
-    """Return p, m and v after a step; `shrink`, `rate` and `root` as of `rates_of`."""
-    # moments may be stored in bf16; arithmetic is fp32
-    mean, square = m.to(tl.float32), v.to(tl.float32)
-    mean += (1 - beta1) * (g - mean)
-    square = beta2 * square + (1 - beta2) * g * g
-    x = shrink * x - rate * mean / (tl.sqrt(square) * root + eps)
-    return x, mean.to(m.dtype), square.to(v.dtype)
-
-
-@triton.jit(do_not_specialize=["N"])
 def adamw_kernel(
     p, grad, m, v, factor, rates,  # (N,) each; factor () and rates (3,) fp32
     N, beta1, beta2, eps,
     CLIPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update BLOCK elements of p, m and v (N,)."""
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    at = start + tl.arange(0, BLOCK)
-    # read on the device: a CUDA graph serves every step
-    shrink, rate, root = tl.load(rates), tl.load(rates + 1), tl.load(rates + 2)
-    # A whole block needs no mask, and is read 16 bytes at a time
-    # every block but the last is whole
-    if start + BLOCK <= N:
-        g = tl.load(grad + at).to(tl.float32)
-        if CLIPPED:
-            g *= tl.load(factor)
-        x, mean, square = updated(
-            tl.load(p + at), g, tl.load(m + at), tl.load(v + at),
-            shrink, rate, root, beta1, beta2, eps,
-        )  # fmt: skip
-        tl.store(p + at, x)
-        tl.store(m + at, mean)
-        tl.store(v + at, square)
-    else:
-        there = at < N
-        g = tl.load(grad + at, mask=there).to(tl.float32)
-        if CLIPPED:
-            g *= tl.load(factor)
-        x, mean, square = updated(
-            tl.load(p + at, mask=there), g,
-            tl.load(m + at, mask=there), tl.load(v + at, mask=there),
-            shrink, rate, root, beta1, beta2, eps,
-        )  # fmt: skip
-        tl.store(p + at, x, mask=there)
-        tl.store(m + at, mean, mask=there)
-        tl.store(v + at, square, mask=there)
+    """Update BLOCK elements of p, m and v (N,); if 16 divides N, they are read 16 bytes at a time.
+
+    rates are 1 - lr · decay, lr / (1 - β1^t) and 1 / sqrt(1 - β2^t).
+    """
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < N
+    g = tl.load(grad + at, mask=there).to(tl.float32)
+    if CLIPPED:
+        g *= tl.load(factor)
+    # moments may be stored in bf16; arithmetic is fp32
+    mean = tl.load(m + at, mask=there).to(tl.float32)
+    square = tl.load(v + at, mask=there).to(tl.float32)
+    mean += (1 - beta1) * (g - mean)
+    square = beta2 * square + (1 - beta2) * g * g
+    # rates are read on the device: a CUDA graph serves every step
+    x = tl.load(rates) * tl.load(p + at, mask=there)
+    x -= tl.load(rates + 1) * mean / (tl.sqrt(square) * tl.load(rates + 2) + eps)
+    tl.store(p + at, x, mask=there)
+    tl.store(m + at, mean.to(m.dtype.element_ty), mask=there)
+    tl.store(v + at, square.to(v.dtype.element_ty), mask=there)
 
 
 def rates_of(

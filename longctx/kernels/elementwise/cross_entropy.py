@@ -28,17 +28,10 @@ MULTIPLIED = 2048  # elements at a time
 
 @triton.jit
 def cross_entropy_kernel(
-    z,  # (n, V), rows stride_z apart
-    target,  # (n,) int64
-    loss,  # (n,) fp32
-    squares,  # (n,) fp32, or None
-    scale,  # () fp32, or None
-    z_loss,
-    stride_z,
-    V,
-    GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    z, target, loss,  # (n, V), rows stride_z apart; (n,) int64; (n,) fp32
+    squares, scale,  # (n,), () fp32, or None
+    z_loss, stride_z, V, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write loss[i] of row i = program, and with GRADIENT dz over z[i]; 0 if t is IGNORED.
 
     Unless `squares` is None, dz has a z-loss and squares[i] becomes lse², if t is not IGNORED.
