@@ -33,9 +33,8 @@ divided by the sum of p as rounded, l + r: l, of p in fp32, gives lse, and r is 
 errors. A tile adds to r only if some thread's quarter of a row's p sums to more than `HEAVY` of l
 so far: lighter errors do not lean all one way. (Many keys that are alike do, if each of them is
 light. o leans then by less than its own rounding.) If the sum of a row leaves 2^±32 after all, its
-tile is flagged, and a second launch (`RETRY`) computes it again with a maximum that follows the
-scores. That launch ends at once if no tile was flagged. fp16 has no such range, and its maximum
-always follows.
+tile is flagged, and the program computes it again, after the next, as if all of its keys needed a
+mask: then the maximum follows the scores. fp16 has no such range, and its maximum always follows.
 
 Heads of 96 and 192 channels have two parts, 64 + 32 and 128 + 64, since sides of tiles are powers
 of two: q·kᵀ is the sum of two products, and o has two accumulators. q, k, v, o and their buffers
@@ -195,12 +194,16 @@ BIAS_SLOTS = gl.constexpr(8)
 
 
 @gluon.jit
-def next_tile(t, end, counter, retry, flag_count, RETRY: gl.constexpr):
-    """Return the program's tile: t, or in a retry the next flagged one."""
-    if RETRY:
-        while (t < end) & (gl.load(retry + 1 + t % flag_count, mask=t < end, other=0) == 0):
-            t = gl.atomic_add(counter, 1) + gl.num_programs(0)
-    return t
+def flagged(flags, q_empty, count, CONSUMERS: gl.constexpr):
+    """Return 1 if the fixed maximum of the tile before the count-th did not hold, once that has
+    read its q.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    found = 0
+    for c in gl.static_range(CONSUMERS):
+        mbarrier.wait(q_empty.index(c), (count & 1) ^ 1)
+        found |= gl.max(flags.index(((count + 1) & 1) * CONSUMERS + c).load(layout), axis=0)
+    return found
 
 
 @gluon.jit
@@ -264,9 +267,10 @@ def store_rows(out, acc, i, end, b, h, Tq, Hq, D: gl.constexpr):
 @gluon.jit
 def producer(
     q, k, v, bias, references,
-    buffers, loaded, queue, sink_slots, counter, retry, sinks, schedule,
+    buffers, loaded, queue, sink_slots, counter, flags, sinks, schedule,
     GROUP: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, BY_DOCUMENT: gl.constexpr, RETRY: gl.constexpr, SINKS: gl.constexpr,
+    CONSUMERS: gl.constexpr, BY_DOCUMENT: gl.constexpr, FIXED_MAX: gl.constexpr,
+    SINKS: gl.constexpr,
 ):  # fmt: skip
     """Hand out tiles in the order of the schedule, and load the consumers' operands."""
     qs, ks, vs, biases = buffers
@@ -279,9 +283,8 @@ def producer(
     it = 0
     count = 0
     end = tiles * heads
-    if RETRY:
-        end *= gl.load(retry)
-    t = next_tile(gl.program_id(0), end, counter, retry, grid_tiles * heads, RETRY)
+    t = gl.program_id(0)
+    before, again = t, 0
     while t < end:
         rank, row_head = scheduled_tile(t, tiles, heads, l2_heads)
         if SINKS:
@@ -294,6 +297,8 @@ def producer(
         m0, tile_end, keys_before, lo, full_lo, full_hi, masked, n = own_tile(
             rank, b, starts, first, last, stride_ib, Tq, tiles, BM, BN, BY_DOCUMENT
         )
+        if again > 0:
+            full_lo, full_hi, masked = lo + n, lo + n, n
         seen = lo, full_lo, full_hi, masked, n
         push(queue, count, (t, row_head, m0, tile_end, keys_before) + seen)  # noqa: RUF005
         # q: one box for each consumer
@@ -320,9 +325,17 @@ def producer(
             mbarrier.expect(v_full.index(s), BN * D * 2)
             load_parts(v, vs, s, v_full.index(s), b, j, hk)
             it += 1
-        t = gl.atomic_add(counter, 1) + gl.num_programs(0)
-        t = next_tile(t, end, counter, retry, grid_tiles * heads, RETRY)
+        # the next tile: the one before this again, if it was flagged; or this, if no other is left
+        redo, then = 0, before
+        if FIXED_MAX:
+            redo = gl.where((count > 0) & (again < 2), flagged(flags, q_empty, count, CONSUMERS), 0)
         count += 1
+        if redo == 0:
+            then = gl.atomic_add(counter, 1) + gl.num_programs(0)
+            if FIXED_MAX and then >= end:
+                redo = 2 * flagged(flags, q_empty, count, CONSUMERS)
+                then = gl.where(redo > 0, t, then)
+        before, t, again = t, then, redo
     push(queue, count, (-1,))
     # meet the last arrivals, for which no load waits
     for x in range(gl.maximum(it - STAGES, 0), it):
@@ -453,7 +466,7 @@ def release_unseen(
 @gluon.jit
 def consumer(
     out, lse, out_at,
-    buffers, outs, loaded, queue, sink_slots, retry, schedule, scale_log2, cap,
+    buffers, outs, loaded, queue, sink_slots, flags, schedule, scale_log2, cap,
     PARTS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, OWN_BOUNDS: gl.constexpr, OUT_IN_Q: gl.constexpr,
     BY_DOCUMENT: gl.constexpr, HEAD: gl.constexpr,
@@ -462,7 +475,7 @@ def consumer(
     """Compute out and lse of consumer C's 64 queries of each tile."""
     qs, ks, vs, biases = buffers
     q_full, q_empty, k_full, v_full = loaded
-    first, last, _starts, stride_ib, Tq, Hq, grid_tiles, heads, _l2_heads = schedule
+    first, last, _starts, stride_ib, Tq, Hq = schedule[:6]
     dtype: gl.constexpr = out[0].dtype
     BM: gl.constexpr = ROWS * CONSUMERS
     # may a consumer see none of a masked tile, or have no queries at all?
@@ -572,8 +585,6 @@ def consumer(
                 pending = it + n - 1
 
             # the last p·v; meanwhile l, flags and lse
-            if not OUT_IN_Q:
-                mbarrier.arrive(q_empty.index(C), count=1)
             mbarrier.wait(v_full.index(pending % STAGES), (pending // STAGES) & 1)
             o_async = start_sum(p16, vs, pending % STAGES, acc)
             if FIXED_MAX:
@@ -582,9 +593,9 @@ def consumer(
             if FIXED_MAX:
                 in_range = (total > 1 / LARGEST) & (total < LARGEST)
                 flag = (steady < n) & (i < end) & ~in_range
-                flags = retry + gl.zeros_like(i)
-                gl.store(flags, 1, mask=flag)
-                gl.store(flags + 1 + (t % (grid_tiles * heads) if BY_DOCUMENT else t), 1, mask=flag)
+                flags.index((count & 1) * CONSUMERS + C).store(flag.to(gl.int32))
+            if not OUT_IN_Q:
+                mbarrier.arrive(q_empty.index(C), count=1)
             total = gl.where(total == 0.0, 1.0, total)
             lse_i = m * LN2 + gl.log(total)
             if SINKS:
@@ -599,6 +610,8 @@ def consumer(
                 total *= growth
             acc = scaled(acc, 1.0 / total)
         else:
+            if FIXED_MAX:
+                flags.index((count & 1) * CONSUMERS + C).store(gl.zeros_like(i))
             if not OUT_IN_Q:
                 mbarrier.arrive(q_empty.index(C), count=1)
             lse_i = m
@@ -632,21 +645,18 @@ def consumer(
 @gluon.jit(do_not_specialize=["Tq", "Hq", "tiles", "heads", "l2_heads"])
 def forward_kernel(
     references, bias, q, k, v, out, q1, k1, v1, out1,
-    lse, counter, retry, first, last, starts, sinks, out_at, stride_ib, scale_log2, cap,
+    lse, counter, first, last, starts, sinks, out_at, stride_ib, scale_log2, cap,
     Tq, Hq, tiles, heads, l2_heads,
     shared: gl.constexpr, shared_kv: gl.constexpr, shared1: gl.constexpr, shared1_kv: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, HEAD: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
     PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, OWN_BOUNDS: gl.constexpr, OUT_IN_Q: gl.constexpr,
-    BY_DOCUMENT: gl.constexpr, FIXED_MAX: gl.constexpr, RETRY: gl.constexpr, SINKS: gl.constexpr,
+    BY_DOCUMENT: gl.constexpr, FIXED_MAX: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """Compute out (B, Tq, Hq, D) contiguous and lse (B, Hq, Tq); the first ten are tensor maps.
 
     references, bias: of `of_bias`, or None. q1, k1, v1, out1: of the last D1 channels if those are
-    a part of their own; else D1 is 0, and they are None.
-
-    `counter`: 0. `retry`: 1 if some tile is flagged, then a 1 for each flagged tile; written if
-    `FIXED_MAX`, read if `RETRY`.
+    a part of their own; else D1 is 0, and they are None. `counter`: 0.
     """
     # shared memory
     dtype: gl.constexpr = q.dtype
@@ -669,6 +679,7 @@ def forward_kernel(
     schedule = first, last, starts, stride_ib, Tq, Hq, tiles, heads, l2_heads
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     sink_slots = gl.allocate_shared_memory(gl.float32, [SINK_SLOTS, 1], one)
+    flags = gl.allocate_shared_memory(gl.int32, [2 * CONSUMERS, ROWS], one)
 
     # fmt: off
     # warps: consumers, then the producer. Triton takes functions and constants only as literals,
@@ -676,13 +687,13 @@ def forward_kernel(
     gl.warp_specialize([
         (consumer, (
             (out, out1)[:PARTS], lse, out_at,
-            buffers, outs, loaded, queue, sink_slots, retry, schedule, scale_log2, cap,
+            buffers, outs, loaded, queue, sink_slots, flags, schedule, scale_log2, cap,
             PARTS, BN, STAGES, CONSUMERS,
             PINGPONG, OVERLAP, OWN_BOUNDS, OUT_IN_Q, BY_DOCUMENT, HEAD, FIXED_MAX, SINKS, c,
         )) if c < CONSUMERS else (producer, (
             (q, q1)[:PARTS], (k, k1)[:PARTS], (v, v1)[:PARTS], bias, references,
-            buffers, loaded, queue, sink_slots, counter, retry, sinks, schedule,
-            GROUP, D, BN, STAGES, CONSUMERS, BY_DOCUMENT, RETRY, SINKS,
+            buffers, loaded, queue, sink_slots, counter, flags, sinks, schedule,
+            GROUP, D, BN, STAGES, CONSUMERS, BY_DOCUMENT, FIXED_MAX, SINKS,
         ))
         for c in (0, 1, 2, 3)[: CONSUMERS + 1]
     ], [4, 4, 1][3 - CONSUMERS :], [REGISTERS, REGISTERS, 24][3 - CONSUMERS :])
@@ -698,13 +709,12 @@ def config_of(size: int, span: str, scores: Scores) -> ForwardConfig:
 
 
 class ForwardLaunches(NamedTuple):
-    """Kernels of a known shape, the size of their `flags`, and their entry of CONFIGS."""
+    """The kernel of a known shape, and its entry of CONFIGS."""
 
     size: int
     config: ForwardConfig
     parts: int  # of the channels; each has tensor maps
-    flags: int
-    kernels: tuple[Relaunch, ...]
+    kernel: Relaunch
 
 
 _launches: dict[Hashable, ForwardLaunches] = {}
@@ -737,14 +747,12 @@ def forward(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty((B, Hq, Tq), dtype=torch.float32, device=q.device)
     stream = stream_of(device)
-    flags, start = unused_zeros(launches.flags, q.device, stream)
-    at = flags.data_ptr() + 4 * start
+    zeros, start = unused_zeros(q.device, stream)
     biases = of_bias(scores, intervals, lse, launches.config.BN, 1)
     lse_at, out_at = lse.data_ptr(), out.data_ptr()
     mapped = *[x.data_ptr() for x in biases], *((q_at, k_at, v_at, out_at) * launches.parts)
-    # the second launch computes the flagged tiles again; each has a counter of its own
-    for retry, again in enumerate(launches.kernels):
-        again(stream, mapped, lse_at, at + 4 * retry, at + 8, *ends_at, sinks_at or lse_at, out_at)
+    counter_at = zeros.data_ptr() + 4 * start
+    launches.kernel(stream, mapped, lse_at, counter_at, *ends_at, sinks_at or lse_at, out_at)
     return out, lse
 
 
@@ -761,8 +769,7 @@ def _first_forward(
     tiles = triton.cdiv(Tq, 64 * config.consumers)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((B, Hq, Tq), dtype=torch.float32)
-    # a counter for each launch, then `retry`
-    flags = torch.zeros(3 + tiles * B * Hq, dtype=torch.int32, device=q.device)
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     # tensor maps of the first part of the channels, then of the second
     dtype = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
     width, rest = split(size)
@@ -785,21 +792,16 @@ def _first_forward(
         D=size,
         D1=rest,
         HEAD=D,
-        **{name.upper(): value for name, value in config._asdict().items()},
         SINKS=scores.sinks is not None,
     )
+    constants |= {name.upper(): value for name, value in config._asdict().items()}
+    constants["FIXED_MAX"] &= dtype == gl.bfloat16
     programs = min(tiles * B * Hq, multiprocessors(q.device))
-    kernels, ends = [], (intervals.first, intervals.last, intervals.starts)
-    # again for flagged tiles, if m is fixed
-    fixed = config.fixed_max and dtype == gl.bfloat16
-    for retry in (False, True) if fixed else (False,):
-        pointers = lse, flags[retry:], flags[2:], *ends, sinks_or(lse, scores), out
-        passes = dict(FIXED_MAX=fixed and not retry, RETRY=retry)
-        given = maps, pointers, scalars, constants | passes
-        again = first_launch(forward_kernel, programs, *given, num_warps=4)
-        assert again is not None, "Gluon has no interpreter"
-        kernels.append(again)
+    ends = intervals.first, intervals.last, intervals.starts
+    given = maps, (lse, counter, *ends, sinks_or(lse, scores), out), scalars, constants
+    kernel = first_launch(forward_kernel, programs, *given, num_warps=4)
+    assert kernel is not None, "Gluon has no interpreter"
     if len(_launches) >= LAUNCHES:  # rare, and simpler than an order of use
         _launches.clear()
-    _launches[key] = ForwardLaunches(size, config, 2 if rest else 1, len(flags), tuple(kernels))
+    _launches[key] = ForwardLaunches(size, config, 2 if rest else 1, kernel)
     return out, lse

@@ -27,7 +27,7 @@ from longctx.kernels import TRITON
 
 LAUNCHES = 512  # that are cached for each kernel; a program rarely has more shapes
 TENSOR_MAPS = 1 << 12  # sets of half a KB a map, that are cached for all kernels
-ZEROS = 1 << 20  # int32 numbers of a stream that are zeroed at a time
+ZEROS = 1 << 16  # int32 numbers of a stream that are zeroed at a time
 
 
 def _mapped(address: int, like: Any) -> Any:
@@ -132,16 +132,16 @@ _unused: dict[tuple[torch.device, int], tuple[Tensor | None, int]] = {}  # and t
 _lock = threading.Lock()
 
 
-def unused_zeros(count: int, device: torch.device, stream: int) -> tuple[Tensor, int]:
-    """Return int32 zeros, and where `count` of them begin that no launch has been given.
+def unused_zeros(device: torch.device, stream: int) -> tuple[Tensor, int]:
+    """Return int32 zeros, and where 16 bytes of them begin that no launch has been given.
 
     Zeroing them for each launch would be a launch more. A graph must zero its own when it runs.
     """
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(count, dtype=torch.int32, device=device), 0
+        return torch.zeros(4, dtype=torch.int32, device=device), 0
     with _lock:
-        zeros, start = _unused.get((device, stream), (None, 0))
-        if zeros is None or start + count > len(zeros):
-            zeros, start = torch.zeros(max(count, ZEROS), dtype=torch.int32, device=device), 0
-        _unused[device, stream] = zeros, start + count + -count % 4  # of 16 bytes
+        zeros, start = _unused.get((device, stream), (None, ZEROS))
+        if zeros is None or start == ZEROS:
+            zeros, start = torch.zeros(ZEROS, dtype=torch.int32, device=device), 0
+        _unused[device, stream] = zeros, start + 4
     return zeros, start
