@@ -80,6 +80,7 @@ from longctx.kernels.attention.hopper_order import (
     query_tile,
     release_sent,
     wait_keys,
+    zero_ahead,
 )
 from longctx.kernels.attention.hopper_primitives import (
     HIDDEN_TANH,
@@ -219,9 +220,9 @@ def writer(
     dq, dk, dv,
     dq_part, stages, vs,
     output_empty, v_empty, queue,
-    semaphores, schedule,
+    semaphores, counter, schedule,
     GROUP: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, C: gl.constexpr,
+    ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, ZEROES: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Add the parts of dq of consumer C to memory, and store its dk and dv."""
     _, _, _, Tq, Tk, Hq, _, _, _ = schedule
@@ -232,6 +233,9 @@ def writer(
     while t >= 0:
         b, kv_head, n0, down, lo, n, qfirst, qlast = key_tile(t, schedule, GROUP, BM, BN, ORDERED)
         from_query, to_query, before = predecessor(qfirst, qlast, n0, Tk, down, BN)
+        if ZEROES:
+            head = b * (Hq // GROUP) + kv_head
+            zero_ahead(counter, semaphores, head, n0 // BN, schedule, GROUP, BM, D, C)
 
         # dq, step by step
         for x in range(n * GROUP):
@@ -511,7 +515,7 @@ def backward_kernel(
     ds_shared: gl.constexpr, row_shared: gl.constexpr,
     q1_shared: gl.constexpr, k1_shared: gl.constexpr, v1_shared: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
+    ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, ZEROES: gl.constexpr,
     K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv (B, Tk, Hkv, D) and, added to the zeros in dq, dq without the scale.
@@ -520,7 +524,7 @@ def backward_kernel(
     0. So are references and key_bias, see `of_bias`, without a key bias.
     dq: fp32, for each head and tile of queries 32 rows of 256, 16 from each consumer (see
     `register_order`); if D1 is 32, 8 of 24 from the second. `counter`: 0. `semaphores`, ordered: an
-    int32, 0, for each consumer's part of a tile of dq.
+    int32, 0, for each consumer's part of a tile of dq; if `ZEROES`, for each head.
     """
     # shared memory
     dtype: gl.constexpr = q.dtype
@@ -570,13 +574,13 @@ def backward_kernel(
             (q, q1)[:PARTS], (k, k1)[:PARTS], (v, v1)[:PARTS], (do, do1)[:PARTS], lse2, delta,
             references, buffers, loaded, queue,
             counter, schedule,
-            GROUP, D, BM, BN, ORDERED, DIRECTIONS,
+            GROUP, D, BM, BN, ORDERED, DIRECTIONS, ZEROES,
         )) if c == 2 else (writer, (
             dq_maps[c - 3], (dk, dk1)[:PARTS], (dv, dv1)[:PARTS],
             dq_part[c - 3], stages, vs,
             output_empty.index(c - 3), loaded.v_empty, queue,
-            semaphores, schedule,
-            GROUP, D, PARTS, BM, BN, ORDERED, DIRECTIONS, c - 3,
+            semaphores, counter, schedule,
+            GROUP, D, PARTS, BM, BN, ORDERED, DIRECTIONS, ZEROES, c - 3,
         ))
         for c in (0, 1, 2, 3, 4)
     ], [4, 1, 1, 1], [REGISTERS, 24, 24, 24])
@@ -655,15 +659,19 @@ def layouts_of(config: BackwardConfig | None, size: int, dtype: gl.dtype) -> dic
 
 
 class BackwardLaunches(NamedTuple):
-    """Kernels of a known shape, the 32-bit values of their buffer, and their entry of CONFIGS."""
+    """Kernels of a known shape, the 32-bit values of their buffer, and their entry of CONFIGS.
+
+    The buffer has the counter, padded to 16 bytes, the semaphores, then from `sums` on the sums of
+    dq, from `rows_from` on lse2 and delta, of `rows` each, and the parts of dsinks.
+    """
 
     size: int
     config: BackwardConfig | None
     parts: int  # of the channels; each has tensor maps
-    sums: int  # of dq
-    zeroed: int  # sums, the counter, padded to 16 bytes, then the semaphores, and padding
-    rows: int  # of lse2, and of delta, which follow
-    sink_parts: int  # at the end
+    sums: int
+    rows_from: int
+    rows: int
+    sink_parts: int
     preprocess: Relaunch
     main: Relaunch
     unpack: Relaunch
@@ -708,28 +716,24 @@ def backward(
         return _first_backward(do, dlse, saved, intervals, scores, ordered, key)
     dq, dk, dv = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     dsinks = None if sinks is None else torch.empty_like(sinks)
-    _, config, parts, sums, zeroed, rows, sink_parts, preprocess, main, unpack = launches
-    count = zeroed + 2 * rows + sink_parts
+    _, config, parts, sums, rows_from, rows, sink_parts, preprocess, main, unpack = launches
+    count = rows_from + 2 * rows + sink_parts
     buffer = torch.empty(count, dtype=torch.float32, device=q.device)
     stream, at = stream_of(device), buffer.data_ptr()
-    # addresses in the buffer, whose parts `BackwardLaunches` lists
-    end, lse2_at, dq_at = at + 4 * sums, at + 4 * zeroed, dq.data_ptr()
+    sums_at, lse2_at, dq_at = at + 4 * sums, at + 4 * rows_from, dq.data_ptr()
     delta_at, parts_at = lse2_at + 4 * rows, lse2_at + 8 * rows
     tile = config or LARGE[launches.size]
     biases = of_bias(scores, intervals, lse, tile.BN, BIAS_ROWS.value)
     references_at, *bias_at = [x.data_ptr() for x in biases] or given[2:3]
     preprocess(stream, (), *given, references_at, lse2_at, delta_at, parts_at, at)
     row_maps = (lse2_at, delta_at, references_at)[: 2 + len(bias_at)]
-    mapped, plain = (
-        (q_at, k_at, v_at, do_at, dk.data_ptr(), dv.data_ptr()),
-        (end + 16 * ordered, end),
-    )
+    mapped, plain = [q_at, k_at, v_at, do_at, dk.data_ptr(), dv.data_ptr()], [at + 16, at]
     if tile.maps_sums:
-        mapped = (*mapped, at) * parts
+        mapped = [*mapped, sums_at] * parts
     else:
-        plain = (at, *plain)
+        plain = [sums_at, *plain]
     main(stream, (*row_maps, *mapped), *plain, *ends[-tile.intervals :], *bias_at)
-    unpack(stream, (), at, dq_at, parts_at, dq_at if dsinks is None else dsinks.data_ptr())
+    unpack(stream, (), sums_at, dq_at, parts_at, dq_at if dsinks is None else dsinks.data_ptr())
     return Gradients(dq, dk, dv, dsinks, _of_keys(biases, k))
 
 
@@ -755,30 +759,41 @@ def _first_backward(
     config = CONFIGS.get(size)
     BM = (config or LARGE[size]).BM
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    # one buffer: sums of dq, counter, semaphores, lse2, delta, parts of dsinks
+    # one buffer, as `BackwardLaunches` says
+    heads, group = B * k.shape[2], Hq // k.shape[2]
     dq_tiles = B * Hq * triton.cdiv(Tq, BM)
-    count = dq_tiles * BM * size
+    count = zeroed = dq_tiles * BM * size
+    # short walks wait for HBM: their q, do and fp32 sums of dq stay in L2, those of longer need not
+    is_short = k.shape[1] < LONG
+    l2_heads = heads_in_l2(q, heads, 1, 4 * group if is_short else 2)
+    # and sums of heads behind the first that are together are zeroed shortly before they are added
+    zeroes = is_short and config is not None and not ordered and l2_heads < heads
+    if zeroes:
+        zeroed = count // heads * l2_heads
+    semaphores = 2 * dq_tiles if ordered else heads
+    first_sum = triton.cdiv(4 + semaphores, 64) * 64
     # each program of the first kernel writes as many zeros, a multiple of 16
     programs = math.prod(sink_parts(lse))
-    zeroed = triton.cdiv(count + 4 + 2 * dq_tiles * ordered, 16 * programs) * 16 * programs
+    zeroed = triton.cdiv(first_sum + zeroed, 16 * programs) * 16 * programs
     rows, parts = padded_rows(lse), 0 if sinks is None else programs
-    after = zeroed + 2 * rows.numel()
+    rows_from = max(zeroed, first_sum + count)
+    after = rows_from + 2 * rows.numel()
     buffer = torch.empty(after + parts, dtype=torch.float32, device=q.device)
-    sums = buffer[:zeroed]
-    lse2, delta = buffer[zeroed:after].view(2, *rows).unbind()
+    ints, sums = buffer[:first_sum].view(torch.int32), buffer[first_sum : first_sum + count]
+    lse2, delta = buffer[rows_from:after].view(2, *rows).unbind()
     # delta, then dk, dv and the sums, then dq
     biases = of_bias(scores, intervals, lse, (config or LARGE[size]).BN, BIAS_ROWS.value)
-    into, references = (lse2, delta, buffer[after:], sums), biases[0] if biases else None
+    into, references = (lse2, delta, buffer[after:], buffer[:zeroed]), biases[0] if biases else None
     before = preprocess_into(into, do, dlse, saved, sinks, references)
     tensors = Mapped(q, k, v, do, dk, dv, lse2, delta, sums, biases)
-    main = _first_launch(tensors, count, intervals, scores, size, ordered)
+    main = _first_launch(tensors, ints, intervals, scores, size, ordered, l2_heads, zeroes)
     constants = dict(D=D, PAD=size, BM=BM)
     dsinks = None if sinks is None else torch.empty_like(sinks)
     pointers = sums, dq, buffer[after:], dq if dsinks is None else dsinks
     given = pointers, (scores.scale, Tq, Hq, parts // Hq), constants
     unpack = first_launch(unpack_kernel, dq_tiles, (), *given, num_warps=8)
     assert before is not None and unpack is not None, "Gluon has no interpreter"
-    sizes = 2 if size == 96 else 1, count, zeroed, rows.numel(), parts
+    sizes = 2 if size == 96 else 1, first_sum, rows_from, rows.numel(), parts
     launches = BackwardLaunches(size, config, *sizes, before, main, unpack)
     if len(_launches) >= LAUNCHES:
         _launches.clear()
@@ -808,11 +823,18 @@ class Mapped(NamedTuple):
 
 
 def _first_launch(
-    x: Mapped, count: int, intervals: Intervals, scores: Scores, size: int, ordered: bool
+    x: Mapped,
+    ints: Tensor,
+    intervals: Intervals,
+    scores: Scores,
+    size: int,
+    ordered: bool,
+    l2_heads: int,
+    zeroes: bool,
 ) -> Relaunch:
     """Launch the kernel that is one pass over the keys; returns how to launch it again.
 
-    The first `count` numbers of `sums` are those of dq.
+    `ints`: its counter, padded to 16 bytes, and semaphores.
     """
     B, Tq, Hq, _D = x.q.shape
     Tk, Hkv = x.k.shape[1:3]
@@ -820,14 +842,11 @@ def _first_launch(
     dtype = gl.bfloat16 if x.q.dtype == torch.bfloat16 else gl.float16
     tile = config or LARGE[size]
     tiles = triton.cdiv(Tk, tile.BN)
-    # behind the sums: the counter, padded to 16 bytes, and the semaphores
-    ints = x.sums[count:].view(torch.int32)
-    pointers = ints[4 * ordered :], ints, *intervals[4 - tile.intervals : 4]
+    count = len(x.sums)
+    pointers = ints[4:], ints, *intervals[4 - tile.intervals : 4]
     # tensor maps: lse2, delta, references, then the operands of each part of the channels
     rows = x.lse2, x.delta, *x.biases[:1]
     maps = [map_of_rows(of, B * Hq, tile.BM) for of in rows] + [None] * (3 - len(rows))
-    # short walks wait for HBM: their q, do and fp32 sums of dq stay in L2, those of longer need not
-    l2_heads = heads_in_l2(x.q, B * Hkv, 1, 4 * group if Tk < LONG else 2)
     scalars: tuple[int | float, ...] = (
         *(batch_stride(intervals.qfirst), scores.scale, *exponents(scores)),
         *(Tq, Tk, Hq, tiles, B * Hkv, l2_heads, 0),
@@ -841,7 +860,7 @@ def _first_launch(
         ]
         kernel = large.kernel
         if large.maps_sums:
-            maps += [map_of_rows(x.sums[:count], count // 256, 256, 16)]
+            maps += [map_of_rows(x.sums, count // 256, 256, 16)]
         else:
             pointers = (x.sums, *pointers)
         if large.intervals == 4:
@@ -853,7 +872,7 @@ def _first_launch(
         for width, part in zip(split(size), (16, 8), strict=True):
             if width:
                 maps += [descriptor(tensor, n, width, dtype) for tensor, n in boxes]
-                maps += [map_of_rows(x.sums[:count], count // 256, 256, part)]
+                maps += [map_of_rows(x.sums, count // 256, 256, part)]
             else:
                 maps += [None] * (len(boxes) + 1)
     # no pointer is None
@@ -865,6 +884,8 @@ def _first_launch(
         ORDERED=ordered,
         DIRECTIONS=directions(size, group, ordered, intervals.span),
     )
+    if config is not None:
+        constants["ZEROES"] = zeroes
     again = first_launch(kernel, programs, maps, pointers, scalars, constants, num_warps=4)
     assert again is not None, "Gluon has no interpreter"
     return again

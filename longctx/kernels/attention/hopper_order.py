@@ -127,7 +127,7 @@ def predecessor(qfirst, qlast, n0, Tk, down, BN: gl.constexpr):
 
 
 @gluon.jit
-def release(semaphore, before, AFTER: gl.constexpr):
+def release(semaphore, before, AFTER: gl.constexpr, HOW: gl.constexpr = "max"):
     """Report that the tile of keys with the turn after `before` has added its part of dq.
 
     AFTER: PTX to wait until the sums are in memory. Each warp reports once. A late report must not
@@ -135,7 +135,7 @@ def release(semaphore, before, AFTER: gl.constexpr):
     """
     gl.inline_asm_elementwise(
         f"{{\n\t{AFTER}\n\t.reg .pred elected;\n\telect.sync _|elected, 0xffffffff;\n\t"
-        "@elected red.release.gpu.global.max.u32 [$1], $2;\n\tmov.u32 $0, 0;\n\t}",
+        f"@elected red.release.gpu.global.{HOW}.u32 [$1], $2;\n\tmov.u32 $0, 0;\n\t}}",
         "=r,l,r",
         [semaphore.to(gl.int64, bitcast=True), before + 1],
         dtype=gl.int32,
@@ -159,6 +159,32 @@ def release_added(semaphore, before, BARRIER: gl.constexpr):
     # a name of its own: Triton 3.6 takes no f-string as an argument
     AFTER: gl.constexpr = f"fence.acq_rel.gpu;\n\tbar.sync {BARRIER}, 128;"
     release(semaphore, before, AFTER)
+
+
+@gluon.jit
+def zero_ahead(
+    counter, semaphores, head, rank, schedule,
+    GROUP: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Zero a writer's part of the sums of dq of a head in the next group of heads, and wait until
+    those of `head` are zero. Every tile of keys has such a part, half of it for each writer.
+    """
+    _, _, _, Tq, _, _, tiles, heads, l2_heads = schedule
+    HALF: gl.constexpr = BM * D // 2
+    later, blocks = head + l2_heads, GROUP * gl.cdiv(Tq, BM)
+    each = gl.cdiv(blocks, tiles)
+    if later < heads:
+        layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+        zeros = gl.zeros([1024], gl.int32, layout=layout)
+        sums = counter + gl.cdiv(4 + heads, 64) * 64 + gl.arange(0, 1024, layout=layout)
+        first = later.to(gl.int64) * blocks
+        for block in range(rank * each, gl.minimum((rank + 1) * each, blocks)):
+            for x in gl.static_range(HALF // 1024):
+                gl.store(sums + ((first + block) * 2 + C) * HALF + x * 1024, zeros)
+        release(semaphores + later, 0, "fence.proxy.async;\n\tbar.warp.sync -1;", "add")
+    if head >= l2_heads:
+        while gl.load(semaphores + head, volatile=True) < 2 * tiles:
+            pass
 
 
 @gluon.jit
@@ -274,7 +300,7 @@ def producer(
     buffers, loaded, queue,
     counter, schedule,
     GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
+    ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, ZEROES: gl.constexpr = False,
 ):  # fmt: skip
     """Hand out tiles of keys, and load them and the queries of their walks."""
     qs, ks, vs, dos, lses, deltas = buffers
@@ -283,7 +309,7 @@ def producer(
     it = 0
     count = 0
     t = gl.program_id(0)
-    if ORDERED:  # a program that does not run yet must own no tile: others would wait for it
+    if ORDERED or ZEROES:  # a program that does not run yet must own no tile that others wait for
         t = gl.atomic_add(counter, 1)
     while t < schedule.tiles * schedule.heads:
         push(queue, count, (t,))
@@ -314,7 +340,7 @@ def producer(
             load_keys(v, vs, v_full, v_empty, count, b, n0, kv_head, D)
         # the next tile: the first num_programs were handed out by program
         t = gl.atomic_add(counter, 1)
-        if not ORDERED:
+        if not (ORDERED or ZEROES):
             t += gl.num_programs(0)
         count += 1
     push(queue, count, (-1,))
