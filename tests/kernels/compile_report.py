@@ -37,7 +37,7 @@ from longctx.kernels.attention import (
 from longctx.kernels.elementwise.adamw_update import adamw_
 from longctx.kernels.elementwise.cross_entropy import cross_entropy_, multiply_
 from longctx.kernels.elementwise.quantize import quantize
-from longctx.kernels.elementwise.rms_norm import add_rms_norm, rms_norm_backward
+from longctx.kernels.elementwise.rms_norm import rms_norm, rms_norm_backward
 from longctx.kernels.elementwise.rotary import rope, rope_backward
 from longctx.kernels.elementwise.swiglu import swiglu, swiglu_backward
 
@@ -173,7 +173,7 @@ def of_elementwise(compiler):
     for C in (768, 2048, 4096):
         compiler.case = str(C)
         x, weight = zeros(TOKENS, C, dtype=BF16), torch.ones(C)
-        add_rms_norm(x, x, weight, 1e-5)
+        rms_norm(x, x, weight, 1e-5)
         rms_norm_backward(x, x, torch.zeros(TOKENS), weight, x)
     for D in (64, 128, 256):
         compiler.case = str(D)

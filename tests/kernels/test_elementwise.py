@@ -188,7 +188,7 @@ def test_rms_norm_is_the_formula(N, C, dtype, rtol, atol, past):
     exact, w = x.double().requires_grad_(), weight.double().requires_grad_()
     want = norm(exact, w)
     dx_want, dw_want = torch.autograd.grad(want, (exact, w), dy.double())
-    y, r = rms_norm(x, weight, EPS)
+    y, r = rms_norm(x, None, weight, EPS)
     dx, dw = rms_norm_backward(dy, x, r, weight, residual if past else None)
     expected = [want.detach(), dx_want + residual.double() if past else dx_want]
     torch.testing.assert_close([y.double(), dx.double()], expected, rtol=rtol, atol=atol)
@@ -221,10 +221,10 @@ def test_norm_of_more_elements_than_an_int32_counts():
     N, C = 2**31 // 4096 + 5, 4096
     x = torch.empty(N, C, dtype=torch.bfloat16, device="cuda").normal_()
     dy, weight = torch.empty_like(x).normal_(), 1 + inputs(C)
-    y, r = rms_norm(x, weight, EPS)
+    y, r = rms_norm(x, None, weight, EPS)
     dx, _ = rms_norm_backward(dy, x, r, weight, dy)
     some = [t[-5:].clone() for t in (x, dy)]
-    y_want, r_want = rms_norm(some[0], weight, EPS)
+    y_want, r_want = rms_norm(some[0], None, weight, EPS)
     dx_want, _ = rms_norm_backward(some[1], some[0], r_want, weight, some[1])
     assert torch.equal(y[-5:], y_want)
     assert torch.equal(dx[-5:], dx_want)

@@ -42,7 +42,7 @@ X_empty, X has been read.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -589,13 +589,13 @@ def backward_kernel(
 
 @triton.jit
 def unpack_part(
-    sums, out, scale, T, H, m, bh,
-    D: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """Channels START .. START + WIDTH - 1 of tile m of `unpack_kernel`, from one consumer."""
-    x = (tl.load(sums + tl.arange(0, BM * WIDTH)) * scale).to(out.dtype.element_ty)
-    x = x.reshape([WIDTH // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([BM, WIDTH])
-    i, c = m * BM + tl.arange(0, BM)[:, None], START + tl.arange(0, WIDTH)[None, :]
+    sums, out, scale, T, H, row, bh, D: tl.constexpr, PAD: tl.constexpr, START: tl.constexpr
+):
+    """Up to 64 channels, from START on, of 64 queries from `row` on: what one consumer adds."""
+    WIDTH: tl.constexpr = 64 if PAD - START >= 64 else PAD - START
+    x = (tl.load(sums + tl.arange(0, 64 * WIDTH)) * scale).to(out.dtype.element_ty)
+    x = x.reshape([WIDTH // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, WIDTH])
+    i, c = row + tl.arange(0, 64)[:, None], START + tl.arange(0, WIDTH)[None, :]
     inside = (i < T) & (c < D)
     tl.store(out + (((bh // H).to(tl.int64) * T + i) * H + bh % H) * D + c, x, mask=inside)
 
@@ -616,22 +616,11 @@ def unpack_kernel(
             total += tl.load(parts + tile.to(tl.int64) * n + at, mask=at < n, other=0.0)
         tl.store(dsinks + tile, tl.sum(total, 0))
     m, bh = tile % tiles, tile // tiles
-    if PAD == 64 or PAD == 128:
-        x = tl.load(sums + tile.to(tl.int64) * BM * PAD + tl.arange(0, BM * PAD)) * scale
-        # consumer, then as register_order permutes
-        x = x.to(out.dtype.element_ty).reshape([2, 8, 4, 8, 4, 2, 2])
-        x = x.permute((2, 5, 3, 0, 1, 4, 6) if BM == 64 else (0, 2, 5, 3, 1, 4, 6))
-        x = x.reshape([BM, PAD])
-        i, c = m * BM + tl.arange(0, BM)[:, None], tl.arange(0, PAD)[None, :]
-        inside = (i < T) & (c < D)
-        tl.store(out + (((bh // H).to(tl.int64) * T + i) * H + bh % H) * D + c, x, mask=inside)
-    else:
-        at = sums + tile.to(tl.int64) * BM * PAD
-        for start in tl.static_range(0, PAD, 64):
-            unpack_part(
-                at + BM * start, out, scale, T, H, m, bh,
-                D, start, 64 if PAD - start >= 64 else PAD - start, BM,
-            )  # fmt: skip
+    sums += tile.to(tl.int64) * BM * PAD
+    # consumers share the channels of 64 queries, or 128 queries of 64 channels
+    for part in tl.static_range(0, BM * PAD // 64, 64):
+        row = m * BM + part // PAD * 64
+        unpack_part(sums + part * 64, out, scale, T, H, row, bh, D, PAD, part % PAD)
 
 
 def layouts_of(config: BackwardConfig | None, size: int, dtype: gl.dtype) -> dict[str, Any]:
@@ -785,8 +774,9 @@ def _first_backward(
     biases = of_bias(scores, intervals, lse, (config or LARGE[size]).BN, BIAS_ROWS.value)
     into, references = (lse2, delta, buffer[after:], buffer[:zeroed]), biases[0] if biases else None
     before = preprocess_into(into, do, dlse, saved, sinks, references)
-    tensors = Mapped(q, k, v, do, dk, dv, lse2, delta, sums, biases)
-    main = _first_launch(tensors, ints, intervals, scores, size, ordered, l2_heads, zeroes)
+    operands, of_rows = (q, k, v, do, dk, dv), (lse2, delta, *biases[:1])
+    of_call = biases[1:], intervals, scores, l2_heads, ordered, zeroes
+    main = _first_launch(operands, of_rows, sums, ints, *of_call)
     constants = dict(D=D, PAD=size, BM=BM)
     dsinks = None if sinks is None else torch.empty_like(sinks)
     pointers = sums, dq, buffer[after:], dq if dsinks is None else dsinks
@@ -807,76 +797,60 @@ def _of_keys(biases: list[Tensor], k: Tensor) -> Tensor | None:
     return of_keys[0].contiguous() if of_keys else None
 
 
-class Mapped(NamedTuple):
-    """Tensors that the kernel over the keys reads and writes through tensor maps."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    do: Tensor
-    dk: Tensor
-    dv: Tensor
-    lse2: Tensor
-    delta: Tensor
-    sums: Tensor
-    biases: list[Tensor]  # of `of_bias`
-
-
 def _first_launch(
-    x: Mapped,
+    operands: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    sums: Tensor,
     ints: Tensor,
+    to_bias: Sequence[Tensor],
     intervals: Intervals,
     scores: Scores,
-    size: int,
-    ordered: bool,
     l2_heads: int,
+    ordered: bool,
     zeroes: bool,
 ) -> Relaunch:
     """Launch the kernel that is one pass over the keys; returns how to launch it again.
 
-    `ints`: its counter, padded to 16 bytes, and semaphores.
+    It has tensor maps of the operands q, k, v, do, dk, dv, of lse2 and delta, with a key bias the
+    reference, and of the sums of dq. `ints`: its counter, padded to 16 bytes, and semaphores.
     """
-    B, Tq, Hq, _D = x.q.shape
-    Tk, Hkv = x.k.shape[1:3]
+    (B, Tq, Hq, D), (Tk, Hkv) = operands[0].shape, operands[1].shape[1:3]
+    size = hopper_size(D)
     config, group = CONFIGS.get(size), Hq // Hkv
-    dtype = gl.bfloat16 if x.q.dtype == torch.bfloat16 else gl.float16
+    dtype = gl.bfloat16 if operands[0].dtype == torch.bfloat16 else gl.float16
     tile = config or LARGE[size]
     tiles = triton.cdiv(Tk, tile.BN)
-    count = len(x.sums)
     pointers = ints[4:], ints, *intervals[4 - tile.intervals : 4]
-    # tensor maps: lse2, delta, references, then the operands of each part of the channels
-    rows = x.lse2, x.delta, *x.biases[:1]
+    # tensor maps: of rows, then of the operands of each part of the channels, and of sums
     maps = [map_of_rows(of, B * Hq, tile.BM) for of in rows] + [None] * (3 - len(rows))
     scalars: tuple[int | float, ...] = (
         *(batch_stride(intervals.qfirst), scores.scale, *exponents(scores)),
         *(Tq, Tk, Hq, tiles, B * Hkv, l2_heads, 0),
     )
-    programs = min(tiles * B * Hkv, multiprocessors(x.q.device))
+    programs = min(tiles * B * Hkv, multiprocessors(operands[0].device))
     if config is None:
         large = LARGE[size]
-        rows_of_maps = (large.BM, large.box, large.box) * 2
-        maps += [
-            descriptor(*of, large.width, dtype) for of in zip(x[:6], rows_of_maps, strict=True)
-        ]
+        boxes = zip(operands, (large.BM, large.box, large.box) * 2, strict=True)
+        maps += [descriptor(tensor, n, large.width, dtype) for tensor, n in boxes]
         kernel = large.kernel
         if large.maps_sums:
-            maps += [map_of_rows(x.sums, count // 256, 256, 16)]
+            maps += [map_of_rows(sums, len(sums) // 256, 256, 16)]
         else:
-            pointers = (x.sums, *pointers)
+            pointers = (sums, *pointers)
         if large.intervals == 4:
             scalars = batch_stride(intervals.first), *scalars
     else:
         kernel = backward_kernel
         # v in one box for each consumer
-        boxes = tuple(zip(x[:6], (config.BM, config.BN, 64, config.BM, 64, 64), strict=True))
+        boxes = tuple(zip(operands, (config.BM, config.BN, 64, config.BM, 64, 64), strict=True))
         for width, part in zip(split(size), (16, 8), strict=True):
             if width:
                 maps += [descriptor(tensor, n, width, dtype) for tensor, n in boxes]
-                maps += [map_of_rows(x.sums, count // 256, 256, part)]
+                maps += [map_of_rows(sums, len(sums) // 256, 256, part)]
             else:
                 maps += [None] * (len(boxes) + 1)
     # no pointer is None
-    pointers, scalars = (*pointers, *x.biases[1:]), scalars if x.biases else (None, *scalars)
+    pointers, scalars = (*pointers, *to_bias), scalars if to_bias else (None, *scalars)
     constants = layouts_of(config, size, dtype) | dict(
         row_shared=ROW_LAYOUT,
         GROUP=group,

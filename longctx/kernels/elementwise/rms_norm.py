@@ -86,41 +86,27 @@ def stages(block: int) -> int:
 
 
 @torch.library.custom_op("longctx::rms_norm", mutates_args=())
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return y (N, C) and r (N,) of x (N, C), contiguous."""
-    y, r = torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)
-    _launch(x, None, weight, None, y, r, eps)
-    return y, r
-
-
-@torch.library.custom_op("longctx::add_rms_norm", mutates_args=())
-def add_rms_norm(
-    residual: Tensor, branch: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x, y (N, C) and r (N,) of a residual and a branch (N, C), contiguous."""
-    # x may be the residual of the next branch, so it has its own memory
-    x, y = torch.empty_like(residual), torch.empty_like(residual)
-    r = residual.new_empty(residual.shape[0], dtype=torch.float32)
-    _launch(residual, branch, weight, x, y, r, eps)
-    return x, y, r
-
-
-def _launch(
-    residual: Tensor,
-    branch: Tensor | None,
-    weight: Tensor,
-    x: Tensor | None,
-    y: Tensor,
-    r: Tensor,
-    eps: float,
-) -> None:
+def rms_norm(residual: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> list[Tensor]:
+    """Return x and y (N, C) and r (N,) of a residual and a branch (N, C), contiguous; y and r alone
+    if there is no branch.
+    """
     N, C = residual.shape
+    outputs = _outputs(residual, branch, weight, eps)
+    # x may be the residual of the next branch, so it has its own memory
+    x, y, r = outputs if branch is not None else (None, *outputs)
     rows, block, warps, _ = launch_config(C)
-    add = branch is not None
     with torch.cuda.device_of(residual):
         rms_norm_kernel[(triton.cdiv(N, rows),)](
-            residual, branch, weight, x, y, r, N, C, eps, add, rows, block, num_warps=warps
+            *(residual, branch, weight, x, y, r, N, C, eps, branch is not None, rows, block),
+            num_warps=warps,
         )
+    return outputs
+
+
+@rms_norm.register_fake
+def _outputs(residual: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> list[Tensor]:
+    r = residual.new_empty(residual.shape[0], dtype=torch.float32)
+    return [*(torch.empty_like(residual) for _ in range(1 + (branch is not None))), r]
 
 
 @torch.library.custom_op("longctx::rms_norm_backward", mutates_args=())
@@ -145,19 +131,6 @@ def rms_norm_backward(
     return dx, dw.sum(0)
 
 
-@rms_norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)
-
-
-@add_rms_norm.register_fake
-def _(
-    residual: Tensor, branch: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    r = residual.new_empty(residual.shape[0], dtype=torch.float32)
-    return torch.empty_like(residual), torch.empty_like(residual), r
-
-
 @rms_norm_backward.register_fake
 def _(
     dy: Tensor, x: Tensor, r: Tensor, weight: Tensor, dresidual: Tensor | None
@@ -170,11 +143,8 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, residual: Tensor, branch: Tensor | None, weight: Tensor, eps: float, both: bool
     ) -> tuple[Tensor, Tensor] | Tensor:
-        if branch is None:
-            x = residual
-            y, r = rms_norm(x, weight, eps)
-        else:
-            x, y, r = add_rms_norm(residual, branch, weight, eps)
+        outputs = rms_norm(residual, branch, weight, eps)
+        x, y, r = outputs if branch is not None else (residual, *outputs)
         ctx.save_for_backward(x, r, weight)
         ctx.added, ctx.both = branch is not None, both
         ctx.set_materialize_grads(False)
