@@ -182,10 +182,11 @@ def test_scores_far_from_the_first_maximum(mask, window, head_dim, dtype):
     ],
     ids=str,
 )
-def test_more_tiles_than_processors(case, head_dim):
+def test_more_tiles_than_processors(case, head_dim, monkeypatch):
     """A program's second tile of keys; of grouped heads of 128 channels its walk over the queries
-    goes the other way, and of keys that nobody sees it is empty.
+    goes the other way, and of keys that nobody sees it is empty. Sums of dq are zeroed ahead.
     """
+    monkeypatch.setattr(hopper_backward, "heads_in_l2", lambda *_: 3)
     rule.check(replace(case, D=head_dim), "flash", BF16, kernel="hopper")
     assert kernels_run()["flash"] == "triton-hopper"
 

@@ -140,8 +140,8 @@ def unused_zeros(device: torch.device, stream: int) -> tuple[Tensor, int]:
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(4, dtype=torch.int32, device=device), 0
     with _lock:
-        zeros, start = _unused.get((device, stream), (None, ZEROS))
-        if zeros is None or start == ZEROS:
+        zeros, start = _unused.get((device, stream), (None, 0))
+        if zeros is None or start == len(zeros):
             zeros, start = torch.zeros(ZEROS, dtype=torch.int32, device=device), 0
         _unused[device, stream] = zeros, start + 4
     return zeros, start
