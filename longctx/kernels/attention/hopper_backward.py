@@ -648,14 +648,12 @@ def layouts_of(config: BackwardConfig | None, size: int, dtype: gl.dtype) -> dic
 
 
 class BackwardLaunches(NamedTuple):
-    """Kernels of a known shape, the 32-bit values of their buffer, and their entry of CONFIGS.
+    """Kernels of a known shape and the 32-bit values of their buffer.
 
     The buffer has the counter, padded to 16 bytes, the semaphores, then from `sums` on the sums of
     dq, from `rows_from` on lse2 and delta, of `rows` each, and the parts of dsinks.
     """
 
-    size: int
-    config: BackwardConfig | None
     parts: int  # of the channels; each has tensor maps
     sums: int
     rows_from: int
@@ -689,6 +687,9 @@ def backward(
     pointers = out, do, lse, lse if dlse is None else dlse, lse if sinks is None else sinks
     q_at, k_at, v_at, *ends = [x.data_ptr() for x in (q, k, v, *intervals[:4])]
     out_at, do_at, *others_at = given = [x.data_ptr() for x in pointers]
+    # larger heads have a kernel without a choice of tiles
+    config = CONFIGS.get(size := hopper_size(q.shape[3]))
+    tile = config or LARGE[size]
     # everything that the choice of a compiled kernel depends on
     key = (
         *(q.shape, k.shape, v.shape),
@@ -697,21 +698,20 @@ def backward(
         *(dlse is None, sinks is None, key_bias is None),
         *(intervals.first.stride(), intervals.qfirst.shape, intervals.qfirst.stride()),
         *[at % 16 for at in ends],
-        *(out_at % 16, *[at % 16 for at in others_at], intervals.span),
+        *(out_at % 16, *[at % 16 for at in others_at], intervals.span, config),
     )
     launches = _launches.get(key)
     aligned = (q_at | k_at | v_at | do_at) % 16 == 0
-    if launches is None or not aligned or launches.config is not CONFIGS.get(launches.size):
-        return _first_backward(do, dlse, saved, intervals, scores, ordered, key)
+    if launches is None or not aligned:
+        return _first_backward(do, dlse, saved, intervals, scores, ordered, tile, key)
     dq, dk, dv = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     dsinks = None if sinks is None else torch.empty_like(sinks)
-    _, config, parts, sums, rows_from, rows, sink_parts, preprocess, main, unpack = launches
+    parts, sums, rows_from, rows, sink_parts, preprocess, main, unpack = launches
     count = rows_from + 2 * rows + sink_parts
     buffer = torch.empty(count, dtype=torch.float32, device=q.device)
     stream, at = stream_of(device), buffer.data_ptr()
     sums_at, lse2_at, dq_at = at + 4 * sums, at + 4 * rows_from, dq.data_ptr()
     delta_at, parts_at = lse2_at + 4 * rows, lse2_at + 8 * rows
-    tile = config or LARGE[launches.size]
     biases = of_bias(scores, intervals, lse, tile.BN, BIAS_ROWS.value)
     references_at, *bias_at = [x.data_ptr() for x in biases] or given[2:3]
     preprocess(stream, (), *given, references_at, lse2_at, delta_at, parts_at, at)
@@ -733,6 +733,7 @@ def _first_backward(
     intervals: Intervals,
     scores: Scores,
     ordered: bool,
+    tile: BackwardConfig | Large,
     key: Hashable,
 ) -> Gradients:
     """Compute a shape for the first time, or copy inputs that tensor maps cannot address."""
@@ -743,10 +744,7 @@ def _first_backward(
         return backward(do, dlse, Saved(q, k, v, out, lse), intervals, scores, ordered)
     sinks = scores.sinks
     B, Tq, Hq, D = q.shape
-    size = hopper_size(D)
-    # larger heads have a kernel without a choice of tiles
-    config = CONFIGS.get(size)
-    BM = (config or LARGE[size]).BM
+    size, BM = hopper_size(D), tile.BM
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     # one buffer, as `BackwardLaunches` says
     heads, group = B * k.shape[2], Hq // k.shape[2]
@@ -756,7 +754,7 @@ def _first_backward(
     is_short = k.shape[1] < LONG
     l2_heads = heads_in_l2(q, heads, 1, 4 * group if is_short else 2)
     # and sums of heads behind the first that are together are zeroed shortly before they are added
-    zeroes = is_short and config is not None and not ordered and l2_heads < heads
+    zeroes = is_short and size in CONFIGS and not ordered and l2_heads < heads
     if zeroes:
         zeroed = count // heads * l2_heads
     semaphores = 2 * dq_tiles if ordered else heads
@@ -771,7 +769,7 @@ def _first_backward(
     ints, sums = buffer[:first_sum].view(torch.int32), buffer[first_sum : first_sum + count]
     lse2, delta = buffer[rows_from:after].view(2, *rows).unbind()
     # delta, then dk, dv and the sums, then dq
-    biases = of_bias(scores, intervals, lse, (config or LARGE[size]).BN, BIAS_ROWS.value)
+    biases = of_bias(scores, intervals, lse, tile.BN, BIAS_ROWS.value)
     into, references = (lse2, delta, buffer[after:], buffer[:zeroed]), biases[0] if biases else None
     before = preprocess_into(into, do, dlse, saved, sinks, references)
     operands, of_rows = (q, k, v, do, dk, dv), (lse2, delta, *biases[:1])
@@ -784,10 +782,9 @@ def _first_backward(
     unpack = first_launch(unpack_kernel, dq_tiles, (), *given, num_warps=8)
     assert before is not None and unpack is not None, "Gluon has no interpreter"
     sizes = 2 if size == 96 else 1, first_sum, rows_from, rows.numel(), parts
-    launches = BackwardLaunches(size, config, *sizes, before, main, unpack)
     if len(_launches) >= LAUNCHES:
         _launches.clear()
-    _launches[key] = launches
+    _launches[key] = BackwardLaunches(*sizes, before, main, unpack)
     return Gradients(dq, dk, dv, dsinks, _of_keys(biases, k))
 
 

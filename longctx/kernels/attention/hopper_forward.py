@@ -91,7 +91,7 @@ from longctx.kernels.attention.hopper_primitives import (
     zero_parts,
     zero_product,
 )
-from longctx.kernels.attention.launch import multiprocessors
+from longctx.kernels.attention.launch import multiprocessors, unused_zeros
 from longctx.kernels.attention.portable import (
     LN2,
     LOG2E,
@@ -103,13 +103,7 @@ from longctx.kernels.attention.portable import (
     visible_tiles,
     with_sink,
 )
-from longctx.kernels.attention.relaunch import (
-    LAUNCHES,
-    Relaunch,
-    first_launch,
-    stream_of,
-    unused_zeros,
-)
+from longctx.kernels.attention.relaunch import LAUNCHES, Relaunch, first_launch, stream_of
 
 
 class ForwardConfig(NamedTuple):
@@ -708,16 +702,7 @@ def config_of(size: int, span: str, scores: Scores) -> ForwardConfig:
     return OTHER_CONFIGS.get((span, size), CONFIGS[size])
 
 
-class ForwardLaunches(NamedTuple):
-    """The kernel of a known shape, and its entry of CONFIGS."""
-
-    size: int
-    config: ForwardConfig
-    parts: int  # of the channels; each has tensor maps
-    kernel: Relaunch
-
-
-_launches: dict[Hashable, ForwardLaunches] = {}
+_launches: dict[Hashable, Relaunch] = {}
 
 
 def forward(
@@ -732,40 +717,40 @@ def forward(
     first, ends = intervals.first, (intervals.first, intervals.last, intervals.starts)
     q_at, k_at, v_at, *ends_at = [x.data_ptr() for x in (q, k, v, *ends)]
     sinks_at = 0 if sinks is None else sinks.data_ptr()
+    config = config_of(hopper_size(q.shape[3]), intervals.span, scores)
     # everything that the choice of a compiled kernel depends on
     key = (
         *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
         *(q.dtype, k.dtype, v.dtype, device, scale, softcap),
         *(first.shape, first.stride(), *[at % 16 for at in ends_at], sinks is None, sinks_at % 16),
-        *(intervals.span, key_bias is None),
+        *(config, key_bias is None),
     )
-    launches = _launches.get(key)
-    config = launches and config_of(launches.size, intervals.span, scores)
-    if launches is None or launches.config is not config or (q_at | k_at | v_at) % 16:
-        return _first_forward(q, k, v, intervals, scores, key)
+    kernel = _launches.get(key)
+    if kernel is None or (q_at | k_at | v_at) % 16:
+        return _first_forward(q, k, v, intervals, scores, config, key)
     B, Tq, Hq, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty((B, Hq, Tq), dtype=torch.float32, device=q.device)
     stream = stream_of(device)
     zeros, start = unused_zeros(q.device, stream)
-    biases = of_bias(scores, intervals, lse, launches.config.BN, 1)
-    lse_at, out_at = lse.data_ptr(), out.data_ptr()
-    mapped = *[x.data_ptr() for x in biases], *((q_at, k_at, v_at, out_at) * launches.parts)
-    counter_at = zeros.data_ptr() + 4 * start
-    launches.kernel(stream, mapped, lse_at, counter_at, *ends_at, sinks_at or lse_at, out_at)
+    biases = of_bias(scores, intervals, lse, config.BN, 1)
+    lse_at, out_at, counter_at = lse.data_ptr(), out.data_ptr(), zeros.data_ptr() + 4 * start
+    parts = len(kernel.likes) // 4  # of the channels; each has four tensor maps
+    mapped = *[x.data_ptr() for x in biases], *((q_at, k_at, v_at, out_at) * parts)
+    kernel(stream, mapped, lse_at, counter_at, *ends_at, sinks_at or lse_at, out_at)
     return out, lse
 
 
 def _first_forward(
-    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scores: Scores, key: Hashable
+    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scores: Scores, *more: Any
 ) -> tuple[Tensor, Tensor]:
     """Compute a shape for the first time, or copy inputs that tensor maps cannot address."""
     addressed = addressable(q), addressable(k), addressable(v)
     if any(x is not y for x, y in zip(addressed, (q, k, v), strict=True)):
         return forward(*addressed, intervals, scores)
+    config, key = more
     B, Tq, Hq, D = q.shape
     size, group = hopper_size(D), Hq // k.shape[2]
-    config = config_of(size, intervals.span, scores)
     tiles = triton.cdiv(Tq, 64 * config.consumers)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((B, Hq, Tq), dtype=torch.float32)
@@ -803,5 +788,5 @@ def _first_forward(
     assert kernel is not None, "Gluon has no interpreter"
     if len(_launches) >= LAUNCHES:  # rare, and simpler than an order of use
         _launches.clear()
-    _launches[key] = ForwardLaunches(size, config, 2 if rest else 1, kernel)
+    _launches[key] = kernel
     return out, lse

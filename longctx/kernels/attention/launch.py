@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +28,7 @@ from torch import Tensor
 PORTABLE = {"forward": "forward", "dkv": "backward", "dq": "backward"}
 HOPPER = {"hopper_forward": "forward", "hopper_backward": "backward"}
 DOCUMENT_TILE = 128  # queries of a tile that begins with a document, or behind another
+ZEROS = 1 << 16  # int32 numbers of a stream that are zeroed at a time
 Table = dict[str, dict[str, dict[str, list[Any]]]]  # kernel → head size → shortest length → config
 
 
@@ -137,6 +139,25 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+_unused: dict[tuple[torch.device, int], tuple[Tensor | None, int]] = {}  # and the first of them
+_lock = threading.Lock()
+
+
+def unused_zeros(device: torch.device, stream: int) -> tuple[Tensor, int]:
+    """Return int32 zeros, and where 16 bytes of them begin that no launch has been given.
+
+    Zeroing them for each launch would be a launch more. A graph must zero its own when it runs.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(4, dtype=torch.int32, device=device), 0
+    with _lock:
+        zeros, start = _unused.get((device, stream), (None, 0))
+        if zeros is None or start == len(zeros):
+            zeros, start = torch.zeros(ZEROS, dtype=torch.int32, device=device), 0
+        _unused[device, stream] = zeros, start + 4
+    return zeros, start
 
 
 @functools.cache

@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +26,6 @@ from longctx.kernels import TRITON
 
 LAUNCHES = 512  # that are cached for each kernel; a program rarely has more shapes
 TENSOR_MAPS = 1 << 12  # sets of half a KB a map, that are cached for all kernels
-ZEROS = 1 << 16  # int32 numbers of a stream that are zeroed at a time
 
 
 def _mapped(address: int, like: Any) -> Any:
@@ -126,22 +124,3 @@ def first_launch(
 def stream_of(device: int) -> int:
     """Return the current stream of a GPU, as a launcher takes it."""
     return int(torch._C._cuda_getCurrentRawStream(device))
-
-
-_unused: dict[tuple[torch.device, int], tuple[Tensor | None, int]] = {}  # and the first of them
-_lock = threading.Lock()
-
-
-def unused_zeros(device: torch.device, stream: int) -> tuple[Tensor, int]:
-    """Return int32 zeros, and where 16 bytes of them begin that no launch has been given.
-
-    Zeroing them for each launch would be a launch more. A graph must zero its own when it runs.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(4, dtype=torch.int32, device=device), 0
-    with _lock:
-        zeros, start = _unused.get((device, stream), (None, 0))
-        if zeros is None or start == len(zeros):
-            zeros, start = torch.zeros(ZEROS, dtype=torch.int32, device=device), 0
-        _unused[device, stream] = zeros, start + 4
-    return zeros, start
