@@ -234,8 +234,8 @@ def writer(
         b, kv_head, n0, down, lo, n, qfirst, qlast = key_tile(t, schedule, GROUP, BM, BN, ORDERED)
         from_query, to_query, before = predecessor(qfirst, qlast, n0, Tk, down, BN)
         if ZEROES:
-            head = b * (Hq // GROUP) + kv_head
-            zero_ahead(counter, semaphores, head, n0 // BN, schedule, GROUP, BM, D, C)
+            gl.static_assert(GROUP == 1)
+            zero_ahead(counter, semaphores, b * Hq + kv_head, n0 // BN, schedule, BM, D, C)
 
         # dq, step by step
         for x in range(n * GROUP):
@@ -752,9 +752,9 @@ def _first_backward(
     count = zeroed = dq_tiles * BM * size
     # short walks wait for HBM: their q, do and fp32 sums of dq stay in L2, those of longer need not
     is_short = k.shape[1] < LONG
-    l2_heads = heads_in_l2(q, heads, 1, 4 * group if is_short else 2)
-    # and sums of heads behind the first that are together are zeroed shortly before they are added
-    zeroes = is_short and size in CONFIGS and not ordered and l2_heads < heads
+    l2_heads = heads_in_l2(q, heads, 1, max(4 * group, 16) if is_short else 2)
+    # and but for the first group of heads, sums are zeroed shortly before they are added to
+    zeroes = is_short and group == 1 and size in CONFIGS and not ordered and l2_heads < heads
     if zeroes:
         zeroed = count // heads * l2_heads
     semaphores = 2 * dq_tiles if ordered else heads

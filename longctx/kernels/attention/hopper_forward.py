@@ -181,6 +181,8 @@ K_EMPTY = gl.constexpr(5)  # 5 + stage: a tile of k has been read
 V_EMPTY = gl.constexpr(9)  # 9 + stage: a tile of v has been read
 TURN = gl.constexpr(13)  # 13 + consumer: it may issue its products
 MOST_STAGES = gl.constexpr(4)
+# A tile's flags are read when a consumer is at the end of its successor
+FLAG_SLOTS = gl.constexpr(4)
 # A tile's sink is read when its successor may be in the queue, and another behind that one
 SINK_SLOTS = gl.constexpr(4)
 # More than stages: a tile's bias arrives with k, and is read until the next k is given back
@@ -188,15 +190,14 @@ BIAS_SLOTS = gl.constexpr(8)
 
 
 @gluon.jit
-def flagged(flags, q_empty, count, CONSUMERS: gl.constexpr):
-    """Return 1 if the fixed maximum of the tile before the count-th did not hold, once that has
-    read its q.
-    """
+def flagged(flags, count, CONSUMERS: gl.constexpr):
+    """Return 1, once, if the fixed maximum of a program's count-th tile did not hold."""
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     found = 0
     for c in gl.static_range(CONSUMERS):
-        mbarrier.wait(q_empty.index(c), (count & 1) ^ 1)
-        found |= gl.max(flags.index(((count + 1) & 1) * CONSUMERS + c).load(layout), axis=0)
+        own = flags.index(count % FLAG_SLOTS * CONSUMERS + c)
+        found |= gl.max(own.load(layout), axis=0)
+        own.store(gl.zeros([ROWS], gl.int32, layout=layout))
     return found
 
 
@@ -278,7 +279,11 @@ def producer(
     count = 0
     end = tiles * heads
     t = gl.program_id(0)
-    before, again = t, 0
+    t_before, t_last, again = t, t, 0
+    met = 0  # steps whose arrivals at the end of a ring were met
+    if FIXED_MAX:
+        for slot in gl.static_range(FLAG_SLOTS):
+            flagged(flags, slot, CONSUMERS)
     while t < end:
         rank, row_head = scheduled_tile(t, tiles, heads, l2_heads)
         if SINKS:
@@ -308,31 +313,41 @@ def producer(
             j = gl.where(i < masked, masked_tile(i, lo, full_lo, full_hi), full_lo + i - masked)
             j = j * BN - keys_before
             s = it % STAGES
-            if it >= STAGES:
+            if it >= met + STAGES:
                 bar_sync(K_EMPTY + s, 128 * CONSUMERS + 32)
             mbarrier.expect(k_full.index(s), BN * D * 2 + BIASES * 4)
             load_parts(k, ks, s, k_full.index(s), b, j, hk)
             if bias is not None:
                 tma_load(bias, [row_head, j], k_full.index(s), biases.index(it % BIAS_SLOTS))
-            if it >= STAGES:
+            if it >= met + STAGES:
                 bar_sync(V_EMPTY + s, 128 * CONSUMERS + 32)
             mbarrier.expect(v_full.index(s), BN * D * 2)
             load_parts(v, vs, s, v_full.index(s), b, j, hk)
             it += 1
-        # the next tile: the one before this again, if it was flagged; or this, if no other is left
-        redo, then = 0, before
+        # the next tile: the one before the last, if it was flagged; if no other is left, the last
+        redo, then = 0, t_before
         if FIXED_MAX:
-            redo = gl.where((count > 0) & (again < 2), flagged(flags, q_empty, count, CONSUMERS), 0)
-        count += 1
+            redo = flagged(flags, count + FLAG_SLOTS - 2, CONSUMERS)
         if redo == 0:
             then = gl.atomic_add(counter, 1) + gl.num_programs(0)
             if FIXED_MAX and then >= end:
-                redo = 2 * flagged(flags, q_empty, count, CONSUMERS)
-                then = gl.where(redo > 0, t, then)
-        before, t, again = t, then, redo
+                meet(gl.maximum(it - STAGES, met), it, STAGES, CONSUMERS)
+                met = it
+                redo = flagged(flags, count + FLAG_SLOTS - 1, CONSUMERS)
+                then = gl.where(redo > 0, t_last, then)
+                if redo == 0:
+                    redo = flagged(flags, count, CONSUMERS)
+                    then = gl.where(redo > 0, t, then)
+        t_before, t_last, t, again = t_last, t, then, redo
+        count += 1
     push(queue, count, (-1,))
-    # meet the last arrivals, for which no load waits
-    for x in range(gl.maximum(it - STAGES, 0), it):
+    meet(gl.maximum(it - STAGES, met), it, STAGES, CONSUMERS)
+
+
+@gluon.jit
+def meet(start, end, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Meet the consumers where they give back k and v of steps for which no load waits."""
+    for x in range(start, end):
         bar_sync(K_EMPTY + x % STAGES, 128 * CONSUMERS + 32)
         bar_sync(V_EMPTY + x % STAGES, 128 * CONSUMERS + 32)
 
@@ -579,6 +594,8 @@ def consumer(
                 pending = it + n - 1
 
             # the last p·v; meanwhile l, flags and lse
+            if not OUT_IN_Q:
+                mbarrier.arrive(q_empty.index(C), count=1)
             mbarrier.wait(v_full.index(pending % STAGES), (pending // STAGES) & 1)
             o_async = start_sum(p16, vs, pending % STAGES, acc)
             if FIXED_MAX:
@@ -587,9 +604,7 @@ def consumer(
             if FIXED_MAX:
                 in_range = (total > 1 / LARGEST) & (total < LARGEST)
                 flag = (steady < n) & (i < end) & ~in_range
-                flags.index((count & 1) * CONSUMERS + C).store(flag.to(gl.int32))
-            if not OUT_IN_Q:
-                mbarrier.arrive(q_empty.index(C), count=1)
+                flags.index(count % FLAG_SLOTS * CONSUMERS + C).store(flag.to(gl.int32))
             total = gl.where(total == 0.0, 1.0, total)
             lse_i = m * LN2 + gl.log(total)
             if SINKS:
@@ -604,8 +619,6 @@ def consumer(
                 total *= growth
             acc = scaled(acc, 1.0 / total)
         else:
-            if FIXED_MAX:
-                flags.index((count & 1) * CONSUMERS + C).store(gl.zeros_like(i))
             if not OUT_IN_Q:
                 mbarrier.arrive(q_empty.index(C), count=1)
             lse_i = m
@@ -673,7 +686,7 @@ def forward_kernel(
     schedule = first, last, starts, stride_ib, Tq, Hq, tiles, heads, l2_heads
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     sink_slots = gl.allocate_shared_memory(gl.float32, [SINK_SLOTS, 1], one)
-    flags = gl.allocate_shared_memory(gl.int32, [2 * CONSUMERS, ROWS], one)
+    flags = gl.allocate_shared_memory(gl.int32, [FLAG_SLOTS * CONSUMERS, ROWS], one)
 
     # fmt: off
     # warps: consumers, then the producer. Triton takes functions and constants only as literals,

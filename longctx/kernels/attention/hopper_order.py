@@ -127,7 +127,7 @@ def predecessor(qfirst, qlast, n0, Tk, down, BN: gl.constexpr):
 
 
 @gluon.jit
-def release(semaphore, before, AFTER: gl.constexpr, HOW: gl.constexpr = "max"):
+def release(semaphore, before, AFTER: gl.constexpr, HOW: gl.constexpr):
     """Report that the tile of keys with the turn after `before` has added its part of dq.
 
     AFTER: PTX to wait until the sums are in memory. Each warp reports once. A late report must not
@@ -150,7 +150,7 @@ def release_sent(semaphore, before):
 
     It waits until all that was sent is in memory; that its source was read is not enough.
     """
-    release(semaphore, before, "cp.async.bulk.wait_group 0;\n\tbar.warp.sync -1;")
+    release(semaphore, before, "cp.async.bulk.wait_group 0;\n\tbar.warp.sync -1;", "max")
 
 
 @gluon.jit
@@ -158,20 +158,20 @@ def release_added(semaphore, before, BARRIER: gl.constexpr):
     """Report as `release` does, after a warpgroup's sums from registers, at a named barrier."""
     # a name of its own: Triton 3.6 takes no f-string as an argument
     AFTER: gl.constexpr = f"fence.acq_rel.gpu;\n\tbar.sync {BARRIER}, 128;"
-    release(semaphore, before, AFTER)
+    release(semaphore, before, AFTER, "max")
 
 
 @gluon.jit
 def zero_ahead(
     counter, semaphores, head, rank, schedule,
-    GROUP: gl.constexpr, BM: gl.constexpr, D: gl.constexpr, C: gl.constexpr,
+    BM: gl.constexpr, D: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Zero a writer's part of the sums of dq of a head in the next group of heads, and wait until
     those of `head` are zero. Every tile of keys has such a part, half of it for each writer.
     """
     _, _, _, Tq, _, _, tiles, heads, l2_heads = schedule
     HALF: gl.constexpr = BM * D // 2
-    later, blocks = head + l2_heads, GROUP * gl.cdiv(Tq, BM)
+    later, blocks = head + l2_heads, gl.cdiv(Tq, BM)
     each = gl.cdiv(blocks, tiles)
     if later < heads:
         layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])

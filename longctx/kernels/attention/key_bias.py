@@ -16,16 +16,12 @@ up to n with u_i + log Σ_{j≤n} exp(b_j) - b_r < scale · q_i·k_r - log 2^24 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
-from torch import Tensor, cumsum
+from torch import Tensor
 from torch.linalg import vector_norm
-from torch.nn.functional import pad
 
 from longctx.kernels.attention import Intervals, Scores
-
-BLOCK = 256  # of a row that is scanned
 
 
 def reference(key_bias: Tensor, last: Tensor | None) -> Tensor:
@@ -67,21 +63,10 @@ def first_keys(q: Tensor, k: Tensor, mask: Intervals, scores: Scores) -> Tensor:
     first_visible = mask.first.gather(1, mask.qfirst.clamp(max=last.shape[1] - 1).long())
     begins_document = first_visible >= torch.arange(k.shape[1], device=k.device)
     decreases = -bias.diff(dim=2, prepend=bias[..., :1]).nan_to_num(posinf=0, neginf=0)
-    bias = bias + _scanned(decreases.clamp(min=0) * begins_document[:, None], cumsum, torch.add, 0)
+    bias = bias + (decreases.clamp(min=0) * begins_document[:, None]).cumsum(2)
     least = reference(bias, last) + own - bound - math.log(2**24)
     # NaN bounds nothing, nor does a product too great for fp16
     least = least.nan_to_num(nan=-math.inf, posinf=-math.inf)
-    sums = _scanned(bias, torch.logcumsumexp, torch.logaddexp, -math.inf)
-    keys = torch.searchsorted(sums, least, out_int32=True)
+    keys = torch.searchsorted(bias.logcumsumexp(2), least, out_int32=True)
     # they do not decrease along a row, as tiles assume
-    keys = torch.maximum(keys, mask.first[:, None]).flip(2)
-    return _scanned(keys, lambda x, dim: x.cummin(dim).values, torch.minimum, k.shape[1]).flip(2)
-
-
-def _scanned(x: Tensor, scan: Callable, join: Callable, neutral: float) -> Tensor:
-    """Return the scan of each row (dim 2), by blocks: torch takes a thread block for each row."""
-    blocks = pad(x, (0, -x.shape[2] % BLOCK), value=neutral).unflatten(2, (-1, BLOCK))
-    inner = scan(blocks, 3)
-    before = scan(inner[..., -1], 2)[..., :-1, None]
-    joined = torch.cat([inner[..., :1, :], join(inner[..., 1:, :], before)], 2)
-    return joined.flatten(2)[..., : x.shape[2]].contiguous()
+    return torch.maximum(keys, mask.first[:, None]).flip(2).cummin(2).values.flip(2)
