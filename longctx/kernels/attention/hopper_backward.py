@@ -752,9 +752,10 @@ def _first_backward(
     count = zeroed = dq_tiles * BM * size
     # short walks wait for HBM: their q, do and fp32 sums of dq stay in L2, those of longer need not
     is_short = k.shape[1] < LONG
-    l2_heads = heads_in_l2(q, heads, 1, max(4 * group, 16) if is_short else 2)
+    zeroes = is_short and group == 1 and size in CONFIGS and not ordered
+    l2_heads = heads_in_l2(q, heads, 1, 16 if zeroes else 4 * group if is_short else 2)
     # and but for the first group of heads, sums are zeroed shortly before they are added to
-    zeroes = is_short and group == 1 and size in CONFIGS and not ordered and l2_heads < heads
+    zeroes = zeroes and l2_heads < heads
     if zeroes:
         zeroed = count // heads * l2_heads
     semaphores = 2 * dq_tiles if ordered else heads
