@@ -20,7 +20,9 @@ consumer begins with its s; each product on the left runs during the work beside
 
 Each consumer has a writer warp that adds its part of dq, in fp32, to sums in global memory by TMA.
 The sums lie in the order in which products leave them in registers; the last kernel sorts and
-scales them. The writer also stores dk and dv. One more warp, the producer, loads.
+scales them. The first kernel, which makes delta, zeroes them. In short rows they would leave the
+L2 cache until they are needed: there writers zero those of the next group of heads (`zero_ahead`).
+The writer also stores dk and dv. One more warp, the producer, loads.
 
 At 128 channels dk and dv take 128 registers of a thread, and with 64 queries s, dp and a part of dq
 32 each. At 64 channels dk and dv take half of that, and 128 queries fit. At 96 channels a
