@@ -716,6 +716,7 @@ def backward(
     delta_at, parts_at = lse2_at + 4 * rows, lse2_at + 8 * rows
     biases = of_bias(scores, intervals, lse, tile.BN, BIAS_ROWS.value)
     references_at, *bias_at = [x.data_ptr() for x in biases] or given[2:3]
+    # delta, then dk, dv and the sums, then dq
     preprocess(stream, (), *given, references_at, lse2_at, delta_at, parts_at, at)
     row_maps = (lse2_at, delta_at, references_at)[: 2 + len(bias_at)]
     mapped, plain = [q_at, k_at, v_at, do_at, dk.data_ptr(), dv.data_ptr()], [at + 16, at]
@@ -751,15 +752,14 @@ def _first_backward(
     # one buffer, as `BackwardLaunches` says
     heads, group = B * k.shape[2], Hq // k.shape[2]
     dq_tiles = B * Hq * triton.cdiv(Tq, BM)
-    count = zeroed = dq_tiles * BM * size
+    count = dq_tiles * BM * size
     # short walks wait for HBM: their q, do and fp32 sums of dq stay in L2, those of longer need not
     is_short = k.shape[1] < LONG
     zeroes = is_short and group == 1 and size in CONFIGS and not ordered
     l2_heads = heads_in_l2(q, heads, 1, 16 if zeroes else 4 * group if is_short else 2)
     # and but for the first group of heads, sums are zeroed shortly before they are added to
     zeroes = zeroes and l2_heads < heads
-    if zeroes:
-        zeroed = count // heads * l2_heads
+    zeroed = count // heads * l2_heads if zeroes else count
     semaphores = 2 * dq_tiles if ordered else heads
     first_sum = triton.cdiv(4 + semaphores, 64) * 64
     # each program of the first kernel writes as many zeros, a multiple of 16

@@ -792,6 +792,7 @@ def _first_forward(
         HEAD=D,
         SINKS=scores.sinks is not None,
     )
+    # only bf16 has the range for a maximum that stays
     constants |= {name.upper(): value for name, value in config._asdict().items()}
     constants["FIXED_MAX"] &= dtype == gl.bfloat16
     programs = min(tiles * B * Hq, multiprocessors(q.device))

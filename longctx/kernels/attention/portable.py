@@ -320,6 +320,7 @@ def delta_kernel(
 
     For blind queries and past the end the lse is +inf, so p is 0.
     """
+    # nobody waits for these stores
     zeros += tl.program_id(0).to(tl.int64) * zeros_each
     for start in range(0, zeros_each, 4096):
         at = start + tl.arange(0, 4096)

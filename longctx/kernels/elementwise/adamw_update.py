@@ -26,10 +26,7 @@ def adamw_kernel(
     N, beta1, beta2, eps,
     CLIPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update BLOCK elements of p, m and v (N,); if 16 divides N, they are read 16 bytes at a time.
-
-    rates are 1 - lr · decay, lr / (1 - β1^t) and 1 / sqrt(1 - β2^t).
-    """
+    """Update BLOCK elements of p, m and v (N,), read 16 bytes at a time if 16 divides N."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < N
     g = tl.load(grad + at, mask=there).to(tl.float32)
