@@ -126,7 +126,7 @@ def step_of(run: Run, parallel: Parallel, rows: list[Sequence]) -> Result:
     with torch.no_grad():
         losses = state.module.validation_step(micro_batch(rows[:1]))
     mine = rows[parallel.data_rank :: parallel.data_ranks]
-    return context_check.result(state, mine, parallel) | {"validation": losses}
+    return context_check.result(state, mine, parallel, False) | {"validation": losses}
 
 
 def compared(config: TrainConfig, draw: random.Random) -> dict[str, float]:
