@@ -85,20 +85,22 @@ class Kernels(NamedTuple):
     backward: Callable[..., Gradients]
 
 
-@functools.cache
 def kernels(implementation: str, device: torch.device) -> Kernels:
-    """Return the kernels of `implementation`, imported on first use and configured for `device`."""
+    """Return the kernels of `implementation`, imported and configured for `device`."""
+    forward, backward = (_module(name, device) for name in IMPLEMENTATIONS[implementation].modules)
+    ordered = {"ordered": True} if implementation == "triton-hopper-ordered" else {}
+    return Kernels(forward.forward, functools.partial(backward.backward, **ordered))
+
+
+@functools.cache
+def _module(name: str, device: torch.device) -> Any:
+    """Return a module of this folder; Triton's are imported on first use."""
     if device.type == "cuda":
         warn_of_triton()
-    names = IMPLEMENTATIONS[implementation].modules
-    modules = [importlib.import_module(f"longctx.kernels.attention.{name}") for name in names]
-    for name, module in zip(names, modules, strict=True):
-        if name in HOPPER:
-            configure(module, name, device)
-    forward, backward = modules[0].forward, modules[1].backward
-    if implementation == "triton-hopper-ordered":
-        backward = functools.partial(backward, ordered=True)
-    return Kernels(forward, backward)
+    module = importlib.import_module(f"longctx.kernels.attention.{name}")
+    if name in HOPPER:
+        configure(module, name, device)
+    return module
 
 
 @torch.library.custom_op("longctx::flash_forward", mutates_args=())
@@ -165,7 +167,6 @@ def _forward(
     Sinks and key bias are those of the scores, once more for autograd.
     """
     intervals, scores, implementation = others
-    # self-tested once per process
     run = trusted("forward", implementation, q, k, scores, intervals.span)
     output: tuple[Tensor, Tensor] = run(q, k, v, intervals, scores)
     return output

@@ -150,10 +150,9 @@ def check(
         names = ("dq", "dk", "dv", "dkey_bias")[: 3 + has_bias]
         found, right = (dq, dk, dv, dkey_bias), (x.dq, x.dk, x.dv, x.dkey_bias)
         results = zip(names, found, right, strict=False)
-        if has_sinks:  # all copies add to it
-            wrong = _difference(dsinks.cpu().double(), x.dsinks * copies, dsinks.dtype)
-            if wrong:
-                return f"dsinks {wrong}"
+        exact = x.dsinks * copies  # all add to it
+        if has_sinks and (wrong := _difference(dsinks.cpu().double(), exact, dsinks.dtype)):
+            return f"dsinks {wrong}"
     for name, actual, exact in results:
         # programs that take a second tile may break it: all copies must have the same bits
         if not torch.equal(actual.nan_to_num(), actual[:1].nan_to_num().expand_as(actual)):
