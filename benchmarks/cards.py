@@ -79,20 +79,20 @@ HEAD = """# What fits your card
 Written by `python -m benchmarks cards`. The first three tables are predicted, as by
 `longctx plan model=8b lora.rank=16 lora.base=nf4 gpu=rtx4090 host_memory=64`: ask that for another
 model, card or precision. One GPU, bf16, `attention=flash`, `memory=auto`; 5% of the GPU's memory,
-0.4 GiB at least, and 12 GiB of the host's are left free. [Steps under caps](#tried-under-caps) say
-what was tried, and [memory](memory.md#as-measured) what weights on the host took.
+0.4 GiB at least, and 12 GiB of the host's are left free. Measured are
+[steps under caps](#tried-under-caps), and steps with [weights on the host](memory.md#as-measured).
 
-The longest sequence that LoRA on nf4 trains, in tokens, with so much host memory, next to what
+The longest sequence, in tokens, of LoRA on nf4 by host memory, next to what
 [Unsloth publishes](https://unsloth.ai/docs/basics/unsloth-benchmarks) (read on 2026-11-28; measured
 by them on their cards, Llama 3.1 8B and 3.3 70B). Rank 32, one sequence per step:
 """
 LONGEST = """
 The same for other models and ways to train, LoRA of rank 16, and in parentheses predicted tokens/s
-if the sequence is one document. A star: [stepped](#tried-under-caps), most by few layers. `135m`
-has SmolLM2's shape, `70b` Llama's, `gpt-oss-20b` its own, with LoRA on attention and experts:
+if the sequence is one document. A star: a step [was measured](#tried-under-caps), mostly of few
+layers. `135m` has SmolLM2's shape, `70b` Llama's; LoRA of `gpt-oss-20b` adapts experts too:
 """
 SPEED = """
-Tokens/s of sequences of 16,384 tokens with 128 GiB of host memory, predicted, and the policy that
+Predicted tokens/s with sequences of 16,384 tokens and 128 GiB of host memory, and the policy that
 the settings begin with:
 """
 CONFIRMED = """
@@ -100,20 +100,20 @@ CONFIRMED = """
 
 `python -m benchmarks caps`: real steps with no more memory from torch than the card has ({gpu},
 torch {torch}, [caps.json](../results/caps.json)), at lengths above, rounded down to whole tiles.
-Documents have 2,048 tokens: attention takes time by the document, memory by the sequence. Fewer
-layers than the model's have its settings, and so much less of the card's memory as all of them are
-predicted to take more. The host's memory is a prediction.
+Documents have 2,048 tokens: attention takes time by the document, memory by the sequence. Steps of
+fewer layers have the settings of the whole model, and the cap is lower by what the other layers are
+predicted to take. The host's memory is a prediction.
 """
 RANDOM_TRIED = """
-And {count} models of 2 to 4 layers, with random parts, settings and a cap of 3 to 11 GiB, at the
-longest sequence predicted to fit: {fit} took two steps and a batch of validation, {out} ran out of
-memory. Predictions were off by {middle:.1%} in the middle, and by {worst:.1%} at most."""
+Of {count} models of 2 to 4 layers, with random parts, settings and a cap of 3 to 11 GiB, at the
+longest sequence predicted to fit, {fit} took two steps and a batch of validation, {out} ran out of
+memory. The median error of the predictions was {middle:.1%}, the largest {worst:.1%}."""
 CAME_IN = """
 ## Measured cards
 
 `python -m benchmarks cards measure=true` takes five minutes and writes `results/cards/NAME.json`.
-Send it in by a pull request with the file and the page that `python -m benchmarks cards` makes of
-it. Training steps of 16,384 tokens of `124m`, in tokens/s, the prediction in parentheses:
+To send it in, open a pull request with it and the page that `python -m benchmarks cards` writes.
+Training steps of 16,384 tokens of `124m`, in tokens/s, the prediction in parentheses:
 """
 ATTENTION = """
 Attention alone, causal with heads of 128 and 16,384 tokens, forward and backward: TFLOP/s, and how
