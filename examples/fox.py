@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, pad
 
 from longctx.attention import Attention
 from longctx.attention.description import AttentionConfig
@@ -52,7 +52,7 @@ class Fox(Attending):
     def forward(self, *tensors: Any) -> Tensor:
         q, k, v, gates, batch = tensors
         # fp64: in a long row the sums are much larger than the differences that count
-        sums = self.log_f(gates, batch).double().cumsum(2)
+        sums = running_sums(self.log_f(gates, batch).double())
         # Each document's from its first token on, or the ones before would round it. A constant
         # of a document has no gradient.
         first = torch.arange(batch.length, device=batch.device) - batch.positions
@@ -66,6 +66,16 @@ class Fox(Attending):
         probabilities = self.probabilities(q, k, batch, bias)
         values = v.repeat_interleave(q.shape[2] // k.shape[2], 2)
         return torch.einsum("bhij,bjhd->bihd", probabilities, values)
+
+
+def running_sums(x: Tensor) -> Tensor:
+    """Return the sums of x (..., T) up to each token."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return x.cumsum(-1)
+    # On a GPU torch's cumsum has no fixed order: sums over 2, 4, 8, ... tokens instead
+    for step in (2**n for n in range((x.shape[-1] - 1).bit_length())):
+        x = x + pad(x[..., :-step], (step, 0))
+    return x
 
 
 register("fox", Fox)

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from longctx import files, hub_snapshot, plugins, untrusted
 from longctx.attention.description import AttentionConfig
@@ -202,6 +202,7 @@ class Engine:
         batch = [texts[number] for number in numbers]
         began = time.perf_counter()
         steps = continued(self.config, self.model, batch, numbers)
+        next(steps)  # notes of the decoder, and errors, are no part of a text
         for number, text in zip(numbers, batch, strict=True):
             heading = "" if len(texts) == 1 else f"\n── {number + 1} of {len(texts)} ──\n"
             write(heading + text.before.rpartition("\n")[2] + text.text)
@@ -259,7 +260,13 @@ def continued(
     ids, ends = [text.ids for text in batch], batch[0].tokenizer.end_tokens
     decoder = decoder_of(model, len(ids), max(map(len, ids)) + config.max_new_tokens)
     sampler = Sampler(numbers, config.temperature, config.top_k, config.top_p, config.seed)
-    for tokens in continuations(decoder, ids, config.max_new_tokens, sampler, ends):
+    problem = f"{config.checkpoint or 'model'}: it gives NaN, no text; give an earlier checkpoint"
+
+    def choose(logits: Tensor) -> Tensor:
+        refuse((not batch[0].tokens and logits.isnan().any(), problem))  # once: a GPU waits for it
+        return sampler(logits)
+
+    for tokens in continuations(decoder, ids, config.max_new_tokens, choose, ends):
         for text, token in zip(batch, tokens, strict=True):
             if token is not None:
                 text.add(token, is_end=token in ends)

@@ -117,8 +117,7 @@ def caught() -> Iterator[StopSignal]:
 @contextmanager
 def libraries() -> Iterator[None]:
     """Import large libraries in this block, and tell a terminal that they load."""
-    is_first = os.environ.get("RANK", "0") == "0"
-    if "torch" not in sys.modules and sys.stderr.isatty() and is_first:
+    if "torch" not in sys.modules and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
         print("loading torch ...", file=sys.stderr, flush=True)
     # Looking for garbage again and again is a fifth of the time that importing torch takes
     gc.disable()

@@ -141,17 +141,15 @@ class Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         self.depth += 1
         if self.depth > YAML_DEPTH or self.check_event(yaml.AliasEvent):
-            limit = f"nested more than {YAML_DEPTH} deep"
-            raise ValueError(f"an alias, or {limit}; write the values out")
+            raise ValueError(f"an alias, or nested over {YAML_DEPTH} deep; write the values out")
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-        for name, count in names.most_common(1):
-            if count > 1:
-                raise ValueError(f"{name} is given twice; leave one out")
+        for name in (name for name, count in names.items() if count > 1):
+            raise ValueError(f"{name} is given twice; leave one out")
         return super().construct_mapping(node, deep)
 
 

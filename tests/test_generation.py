@@ -81,6 +81,9 @@ def test_python_writes_the_text_of_the_command(folder, capfd):
             longctx.generate(model, tokenizer, wrong)
     with pytest.raises(ValueError, match="precision=int4"):
         longctx.load(folder, precision="int4")
+    model.norm.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="it gives NaN"):
+        longctx.generate(model, tokenizer, "a")
 
 
 def test_prompts_of_a_file_are_answered_in_their_order(folder, tmp_path):

@@ -225,9 +225,8 @@ def check_paths(config: TrainConfig) -> None:
 def _start(request: Request[Any], *names: str) -> int:
     """Import `names` in each process of the `request`, and call the last one, a function."""
     processes, strategy = launched(request.config), request.config.strategy.name
-    if processes.ranks == 1 and strategy != "auto":
-        why = "several devices share the model, and there is one; give devices=N, or leave it out"
-        raise ValueError(f"strategy={strategy}: {why}")
+    why = "several devices share the model, and there is one; give devices=N, or leave it out"
+    fields.refuse((processes.ranks == 1 and strategy != "auto", f"strategy={strategy}: {why}"))
     if processes.are_to_start:
         return supervise(processes)
     join(processes)
@@ -303,8 +302,7 @@ def _export(request: Request[options.ExportOptions]) -> None:
 
 def _data(request: Request[options.DataOptions], training: list[str]) -> int:
     config: TrainConfig = compose("train", training).config
-    if isinstance(config.seq_len, str):
-        raise ValueError(f"seq_len={config.seq_len}: give a number of tokens")
+    fields.refuse((config.seq_len == "max", "seq_len=max: give a number of tokens"))
     describe = resolve_name("longctx.data.describe:describe")
     return int(describe(config.seq_len, config.init, config.data_as_read))
 

@@ -300,8 +300,7 @@ def differing(schema: type, saved: dict[str, Any]) -> dict[str, Any]:
             names[key] = keys(schema)[key].default
     usual = run_folder.flat(run_folder.plain(build(schema, chosen))) | names
     # Dotted keys and names of groups are what somebody wrote, also if they are the defaults
-    for name in [x for x in usual if "." in x and x.partition(".")[0] not in nested]:
-        del usual[name]
+    usual = {x: usual[x] for x in usual if "." not in x or x.partition(".")[0] in nested}
     return {name: value for name, value in values.items() if usual.get(name, ...) != value}
 
 

@@ -100,8 +100,7 @@ def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
 
 def machine(options: PlanOptions, devices: int) -> tuple[Chip, float, str]:
     """Return the GPU to plan for, the bytes of its host's memory, and their source if assumed."""
-    there = hardware.here()
-    gpu = hardware.chip(options.gpu)
+    there, gpu = hardware.here(), hardware.chip(options.gpu)
     if options.gpu == "auto":
         gpu = there or hardware.chip(hardware.ASSUMED[0], hardware.ASSUMED[1] * GIB)
     elif gpu.flops is None:

@@ -230,7 +230,7 @@ def typed(name: str, value: Any, declared: Key) -> Any:
     if declared.optional if value is None else value == declared.word:
         return value
     try:
-        result = _converted(value, declared.type, declared.unit)
+        result = _converted(value, declared.type, declared)
     except (TypeError, ValueError, OverflowError):
         verb = "not allowed; give" if value is None else "must be"
         raise ValueError(f"{name}={shown(value)}: {verb} {declared.expected()}") from None
@@ -241,7 +241,7 @@ def typed(name: str, value: Any, declared: Key) -> Any:
     return result.lower() if "true" in declared.choices else result
 
 
-def _converted(value: Any, target: Any, unit: int | None) -> Any:
+def _converted(value: Any, target: Any, declared: Key) -> Any:
     """Return `value` as the type `target`; raise TypeError or ValueError if it is no such value."""
     origin, items = typing.get_origin(target), typing.get_args(target)
     if target is Any:
@@ -253,13 +253,16 @@ def _converted(value: Any, target: Any, unit: int | None) -> Any:
         return [value]
     is_list = origin in (list, tuple) and isinstance(value, list | tuple)
     if is_list and (origin is list or ... in items or len(value) == len(items)):
-        return origin(_converted(item, items[0], unit) for item in value)
+        return origin(_converted(item, items[0], declared) for item in value)
     if target is bool and str(value).lower() in ("true", "false"):
         return str(value).lower() == "true"
     if target in (str, Path) and isinstance(value, str | int | float):
+        # pathlib drops the ./ of ./~x and then takes it for a home
+        is_here = shown(value).startswith("./~") and not declared.literal
+        text = str(Path.cwd() / shown(value)) if is_here else shown(value)
         # A shell leaves the ~ of key=~/x as it is
-        return shown(value) if target is str else Path(shown(value)).expanduser()
-    if target is int and unit is not None and (match := COUNT.fullmatch(str(value))):
+        return text if target is str else Path(text).expanduser()
+    if target is int and (unit := declared.unit) and (match := COUNT.fullmatch(str(value))):
         value = float(match[1]) * unit ** ("kmb".index(match[2].lower()) + 1)
     # YAML takes 1e9, which has no point, for text; Python counts True as 1, and rounds 4.5 to 4
     if target in (int, float) and type(value) in (str, int, float):

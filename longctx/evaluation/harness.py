@@ -76,8 +76,7 @@ class Harness(TemplateLM):
         chat template has written its special tokens.
         """
         if self.template is not None:
-            ids: list[int] = self.vocabulary.encode_conversation(string, [])[0].tolist()
-            return ids
+            return list(self.vocabulary.encode_conversation(string, [])[0].tolist())
         begin = self.vocabulary.bos_id
         if begin is None or add_special_tokens is False:
             return self.vocabulary.encode(string)
@@ -112,8 +111,7 @@ class Harness(TemplateLM):
         pieces = []
         for owner, (_, before, after) in enumerate(requests):
             problem = f"a task scores {len(after):,} tokens at once"
-            is_long = len(after) > self.context
-            refuse((is_long, f"{problem}; give seq_len={len(after)} or more"))
+            refuse((len(after) > self.context, f"{problem}; give seq_len={len(after)} or more"))
             ids = np.array([*before, *after], dtype=np.int64)[-1 - self.context :]
             pieces.append(Window(owner, 0, ids, len(ids) - 1 - len(after)))
         pieces = [piece for piece in pieces if piece.is_target.any()]  # an answer may be empty

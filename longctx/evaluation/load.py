@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from longctx import hub_snapshot
+from longctx import hub_snapshot, plugins
 from longctx.attention.description import AttentionConfig
 from longctx.config import fields
 from longctx.config.fields import refuse
@@ -31,6 +31,7 @@ from longctx.data.documents import exact_key
 from longctx.data.store import has_marks
 from longctx.model import GPT
 from longctx.model.gpt import build
+from longctx.model.mixers.description import MIXERS
 from longctx.model.saved_weights import copy_weights
 from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
@@ -55,9 +56,8 @@ class TrainedModel(NamedTuple):
     @property
     def name(self) -> str:
         """The name of the model in its results."""
-        if self.run:
-            return self.file.stem
-        return self.file.name if self.hub is None else self.hub.repo.partition("/")[2]
+        own = self.file.stem if self.run else self.file.name
+        return own if self.hub is None else self.hub.repo.partition("/")[2]
 
     @property
     def home(self) -> Path:
@@ -89,6 +89,10 @@ def open_model(checkpoint: str) -> TrainedModel:
     folder = file.parent.parent
     with opened(file, folder):
         run: dict[str, Any] = checkpoints.read(file)["longctx"]["config"]
+        lacking = {*run["model"].get("mixer", [])} - MIXERS.keys()
+        typed = plugins.as_typed(run.get("plugins") or ["FILE.py"])
+        problem = f"{file}: model.mixer={','.join(lacking)} is of a plugin"
+        refuse((lacking, f"{problem}: add {typed}, or in Python import the file"))
         model, seq_len = GPTConfig.of_saved(run["model"]), int(run["seq_len"])
         tokenizer = Tokenizer.load(folder, model.vocab_size)
         return TrainedModel(model, tokenizer, folder, file, seq_len, run)
@@ -165,8 +169,7 @@ def of_source(
     """
     if config.chat and config.tokenizer is None:
         config = replace(config, tokenizer=str(tokenizer.folder))
-    texts = islice(read_documents(config), limit)
-    empty = 0
+    texts, empty = islice(read_documents(config), limit), 0
     while group := list(islice(texts, TOGETHER)):
         encoded: Iterable[tuple[np.ndarray, np.ndarray | None]]
         if has_marks(config):

@@ -135,8 +135,7 @@ def essay_words(text: str) -> list[str]:
 
 def sentences(words: Sequence[str]) -> list[str]:
     """Return the sentences of an essay's words, of SENTENCE words if none of them ends one."""
-    result: list[str] = []
-    first = 0
+    result, first = list[str](), 0
     for end, word in enumerate(words, start=1):
         is_end = word.rstrip().endswith((".", "!", "?", "。", "！", "？"))
         if is_end or end - first == SENTENCE or end == len(words):

@@ -25,6 +25,7 @@ from longctx.training.learning_rate import schedule_of
 SIZES = ("GiB", "host GiB")  # of a GPU, of the host
 SPEED = ("s/step", "tokens/s", "MFU")
 WIDTH = 100  # columns of settings below a table
+SHORTEST = 5e-3  # seconds of a step: nothing shorter was measured, and launches are not predicted
 
 
 def run(
@@ -136,8 +137,8 @@ def answer(step: Workload, chip: Chip, host: float, steps: int, price: float | N
         remedy = fitting.smallest_change(step, fitting.room(chip), host)
         return f"does not fit: {', '.join(parts)}, {size}; use {remedy}"
     line = f"fits: {', '.join(parts)}, {size}"
-    if time is None:
-        return line
+    if time is None or time.total < SHORTEST:
+        return line if time is None else f"{line}; the host decides the speed of so short a step"
     hours = time.total * steps / 3600
     length = f"{hours:,.1f} hours" if hours >= 1 else count_of(round(60 * hours), "minute")
     length += "" if price is None else f", cost {hours * step.devices * price:,.2f}"
@@ -179,7 +180,7 @@ def figures(step: Workload, chip: Chip, host: float) -> dict[str, Any]:
         fit = "no: host"
     on_host = fitting.on_host(step, memory) + fitting.copy_on_host(step, host)
     speed = () if time is None else (time.total, time.tokens / time.total, time.mfu)
-    formats = (",.2f", ",.0f", ".1%")
+    formats = (",.2f", ",.0f", ".1%") if speed and speed[0] >= SHORTEST else ()
     return {
         "backend": step.attention.label,
         "memory": step.memory.policy,

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import resources
 from itertools import chain, product
+from math import floor, log10
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -133,8 +134,10 @@ def cells_of(run: RunRecord, keys: list[str], price: float | None) -> dict[str, 
         is_share = "kinds" in content or "ruler" in content  # eval.py prints percents of these
         for key, value in numbers.items():
             if key not in COUNTS:
-                more = f" ± {error:,.3f}" if key == "perplexity" and error else ""
-                cells[f"{name}: {key}"] = f"{value:.1%}" if is_share else f"{value:,.4f}{more}"
+                has_error = key == "perplexity" and error
+                digits = max(0, 1 - floor(log10(error))) if has_error else 4  # two figures of it
+                text = f"{value:,.{digits}f}" + (f" ± {error:,.{digits}f}" if has_error else "")
+                cells[f"{name}: {key}"] = f"{value:.1%}" if is_share else text
     return cells
 
 
@@ -270,8 +273,7 @@ class RunRecord:
         # Before the records are read: a run that ends in between has written all of them.
         training = is_training(folder)
         records, cut = read_records(folder)
-        if not records:
-            raise ValueError(f"{folder}: metrics.jsonl is empty; wait, or start the run again")
+        fields.refuse((not records, f"{folder}: metrics.jsonl is empty; wait, or start it again"))
         # Remarks for the reader
         self.notes = [f"{folder}: left out as incomplete: {cut} of metrics.jsonl"] if cut else []
         figures = metrics.figures(records)
@@ -324,8 +326,7 @@ def line_of(points: Iterable[tuple[int, Any]]) -> Line:
 def curves(records: list[Record]) -> dict[str, Line]:
     """Return the curve of every metric that the page draws and the records hold."""
     # A record without a time, such as a validation, has the time of the one before it
-    seconds = 0.0
-    timed: list[Record] = []
+    seconds, timed = 0.0, list[Record]()
     for record in records:
         seconds = number(record, "seconds", seconds)
         timed.append(record | {"seconds": seconds})

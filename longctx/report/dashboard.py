@@ -61,8 +61,7 @@ def workspace(project: str, entity: str, name: str) -> Any:
 
     placed = {TOKENS, "step", *chain(*chain(*PANELS.values()))}
     rest = [(x.key,) for x in metrics.METRICS if not x.hidden and x.key not in placed]
-    charts = {**PANELS, "More": rest}
-    panels = {title: list(map(lines, charts[title])) for title in charts}
+    panels = {title: list(map(lines, keys)) for title, keys in {**PANELS, "More": rest}.items()}
     # The summary has `key.last` beside the extreme that it keeps, and then no `key` alone
     ends = {"min": ".min", "max": ".last", None: ""}
     over = {x.heading: x.key + ends[x.summary] for x in metrics.shown(Shown.CONTEXT)}

@@ -129,9 +129,8 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
         if isinstance(error, BlockingIOError):
             raise ValueError(f"{folder}: another process is training this run") from error
-        raise OSError(
-            f"{folder}: its file system has no locks ({error.strerror}); choose another with runs="
-        ) from error
+        problem = f"its file system has no locks ({error.strerror}); choose another with runs="
+        raise OSError(f"{folder}: {problem}") from error
     _locks.add(descriptor)
     try:
         yield
@@ -265,9 +264,8 @@ def step_of(path: Path) -> int:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    if not re.fullmatch(r"step-\d{8,}\.ckpt", path.name):
-        return False
-    if path.is_dir() and not os.path.lexists(path / checkpoint_index.INDEX):
+    is_empty = path.is_dir() and not os.path.lexists(path / checkpoint_index.INDEX)
+    if is_empty or not re.fullmatch(r"step-\d{8,}\.ckpt", path.name):
         return False
     try:
         steps = checkpoint_index.read(path).get("steps_done")

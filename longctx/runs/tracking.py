@@ -21,10 +21,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NoReturn
 
-from longctx import plugins, system
+from longctx import files, plugins, system
 from longctx.config.doors import TRACKERS
 from longctx.config.train_config import WandbConfig
-from longctx.files import one_line
 from longctx.runs import metrics_file
 from longctx.runs.metrics import Record
 
@@ -56,6 +55,10 @@ class Tracker:
 
     def log(self, record: Record) -> None:
         """Append one record, `step` and `tokens_seen` among its keys."""
+        if not os.fstat(self._file.fileno()).st_nlink:  # deleted, but whole in this open file
+            self._file.seek(0)
+            files.write_text(path := self._folder / metrics_file.FILE, self._file.read())
+            self._file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
         metrics_file.append(self._file, record)
 
     def start_copies(self, metadata: dict[str, Any]) -> None:
@@ -178,7 +181,7 @@ def copy_to(name: str) -> NoReturn:
         ):
             TRACKERS[name].copy(request, commands)
     except BaseException as error:  # the tracker's own errors, the network's, the disk's
-        report(f"{name} is off: {one_line(error)[:500]}; metrics.jsonl has every record")
+        report(f"{name} is off: {files.one_line(error)[:500]}; metrics.jsonl has every record")
         os._exit(1)
     # The interpreter's own end would wait for a core that is gone or stopped
     os._exit(0)

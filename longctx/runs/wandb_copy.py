@@ -57,10 +57,11 @@ def send_run(request: dict[str, Any], commands: Commands) -> None:
     import wandb
 
     folder, before = Path(request["folder"]), request["records_before"]
+    mode = request["mode"] if _has_key() else "offline"  # as the first lines say
     try:
-        run = begin(request, request["mode"])
+        run = begin(request, mode)
     except Exception as error:  # wandb's own errors, the network's
-        if request["mode"] == "offline":
+        if mode == "offline":
             raise
         uploads = f"wandb sync {folder}/wandb/offline-run-*"
         report(f"wandb      {one_line(error)[:500]}; all is copied offline; upload: {uploads}")
@@ -96,9 +97,8 @@ def wandb_mode(config: WandbConfig) -> str:
     is an API key.
     """
     mode = config.mode if config.mode != "auto" else os.environ.get("WANDB_MODE", "auto")
-    if mode in ("disabled", "offline", "online"):
-        return mode
-    return "online" if _has_key() else "offline"
+    is_known = mode in ("disabled", "offline", "online")
+    return mode if is_known else "online" if _has_key() else "offline"
 
 
 def _has_key() -> bool:

@@ -105,6 +105,8 @@ class LifeCycle:
                 locks.enter_context(run_folder.locked(run.folder))
             else:
                 texts = run_folder.texts_of(run.saved, run.kernel_lock)
+                if run.data and not (run.folder / "tokenizer.json").exists():
+                    texts |= run.data.tokenizer.texts()
                 run_folder.go_back(run.checkpoint, run.damaged, texts)
             # A sweep shows the results of its jobs
             if result := os.environ.get(RESULT_VARIABLE):

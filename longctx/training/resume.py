@@ -34,8 +34,7 @@ def continued(run: Run) -> Run:
         run_folder.check_unedited(folder, about["config"], run.saved)
         # The tensors, before anything computes with them
         workload = run.workload
-        shape = workload.model, workload.lora
-        model = saved_weights.checked_skeleton(path, checkpoint, *shape)
+        model = saved_weights.checked_skeleton(path, checkpoint, workload.model, workload.lora)
         optimizer = optimizers.build(model, run)
         trained = [weight for group in optimizer.param_groups for weight in group["params"]]
         # An optimizer that does not name its states may have any
@@ -45,14 +44,11 @@ def continued(run: Run) -> Run:
         # A run that has ended says so; else it would train one step more
         validations = checkpoint["best"]["since"]
         is_over = config.patience is not None and validations >= config.patience
-        ended = (
-            f"resume={folder}: the run has ended after {validations} validations without a lower"
-        )
-        done = (
-            f"resume={folder}: the run is done after step {steps_done:,}; to go on, give a larger"
-        )
-        patience = f"{ended} loss; to go on, give a larger patience=, or patience=null"
-        refuse((is_over, patience), (steps_done >= run.max_steps, f"{done} max_steps="))
+        larger = "to go on, give a larger"
+        ended = f"resume={folder}: the run has ended after {validations} validations without"
+        patience = f"{ended} a lower loss; {larger} patience=, or patience=null"
+        done = f"resume={folder}: the run is done after step {steps_done:,}; {larger} max_steps="
+        refuse((is_over, patience), (steps_done >= run.max_steps, done))
         before = schedule_of(build(TrainConfig, about["config"]), workload)
         rate_note = run.schedule.change(before, steps_done, f"resume={folder}")
     return replace(

@@ -92,18 +92,11 @@ def test_a_lost_process_ends_the_evaluation(run, tmp_path):
 LARGE = GPTConfig(  # the shape of Llama 3.1 8B, 15.0 GiB in bf16
     layers=32, heads=32, kv_heads=8, channels=4096, ffn=14336, vocab_size=128256, tied=False
 )
+DECIDED = [(80, 2, "auto", "ddp"), (24, 2, "auto", "fsdp"), (24, 1, "auto", "none")]
 
 
-@pytest.mark.parametrize(
-    ("gib", "devices", "keys", "strategy"),
-    [
-        (80, 2, {}, "ddp"),
-        (24, 2, {}, "fsdp"),
-        (24, 1, {}, "none"),
-        (80, 2, {"strategy": StrategyConfig("fsdp")}, "fsdp"),
-    ],
-)
-def test_devices_hold_slices_if_copies_do_not_fit(gib, devices, keys, strategy):
-    config = EvalConfig("runs/a", devices=devices, **keys)
+@pytest.mark.parametrize(("gib", "devices", "asked", "used"), [*DECIDED, (80, 2, "fsdp", "fsdp")])
+def test_devices_hold_slices_if_copies_do_not_fit(gib, devices, asked, used):
+    config = EvalConfig("runs/a", devices=devices, strategy=StrategyConfig(asked))
     machine = Machine(devices, Chip("H100", gib * GIB, None, None, 0.0), 2.0**40)
-    assert choose_strategy(config, LARGE, machine, torch.bfloat16) == strategy
+    assert choose_strategy(config, LARGE, machine, torch.bfloat16) == used

@@ -141,9 +141,8 @@ def test_prompts_of_a_chat_template_are_those_of_hflm(tmp_path, monkeypatch):
     assert prefix == theirs.apply_chat_template([asked, begun], add_generation_prompt=False)
     assert ours.tok_encode(prompt) == theirs.tok_encode(prompt)
     requests = requests_of("loglikelihood", [(prompt, "a rose"), (prefix, " a")])
-    for mine, other in zip(
-        ours.loglikelihood(requests), theirs.loglikelihood(requests), strict=True
-    ):
+    both = ours.loglikelihood(requests), theirs.loglikelihood(requests)
+    for mine, other in zip(*both, strict=True):
         assert mine == pytest.approx(other, rel=1e-4)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     tasks = write_tasks(tmp_path / "tasks")

@@ -59,6 +59,14 @@ def test_forgetting_begins_anew_in_each_document():
     assert (packed - alone).abs().max() < 2**-18 * alone.abs().max()
 
 
+def test_deterministic_sums_are_those_of_cumsum(monkeypatch):
+    x, forward = torch.rand(2, 3, 77), small("fox").blocks[0].attention.forward
+    expected = x.cumsum(2)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "cumsum", None)  # which raises on a GPU
+    torch.testing.assert_close(forward.__func__.__globals__["running_sums"](x), expected)
+
+
 def test_settings_that_they_lack_are_refused():
     with pytest.raises(ValueError, match=r"mixer=xsa: it has no model\.sinks=True"):
         small("xsa", sinks=True)

@@ -42,11 +42,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_key_decides_online_or_offline(monkeypatch, tmp_path):
-    for host, mode in (
-        ("elsewhere", "offline"),
-        ("api.wandb.ai", "online"),
-        ("api.forge.coreweave.com", "online"),
-    ):
+    for host in ("elsewhere", "api.wandb.ai", "api.forge.coreweave.com"):
+        mode = "offline" if host == "elsewhere" else "online"
         (tmp_path / "netrc").write_text(f"machine {host} login user password secret\n")
         assert wandb_mode(WandbConfig()) == mode
     (tmp_path / "netrc").unlink()
@@ -121,8 +118,10 @@ def test_a_copy_that_cannot_start_ends_alone(tmp_path, monkeypatch):
     tracker.start_copies({})
     assert "wandb is off" in str(tracker.problem())
     tracker.log(ROWS[0])
+    (tmp_path / metrics_file.FILE).unlink()  # by somebody, while it trains
+    tracker.log(ROWS[1])
     assert tracker.finish(0) is None
-    assert metrics_file.read(tmp_path) == ROWS[:1]
+    assert metrics_file.read(tmp_path) == ROWS[:2]
 
 
 def test_a_full_disk_names_the_file(tmp_path):
@@ -199,9 +198,12 @@ def init(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 
 
 def test_a_resumed_run_continues_online_under_its_id(tmp_path, monkeypatch, init):
+    send(tmp_path, "online", group="g")
+    assert init.call_args.kwargs["mode"] == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     for _ in range(2):
         send(tmp_path, "online", group="g")
-    first, second = (call.kwargs for call in init.call_args_list)
+    first, second = (call.kwargs for call in init.call_args_list[1:])
     assert first["id"] == second["id"] and second["resume"] == "allow"
     assert first["name"] == second["name"] == tmp_path.name and second["group"] == "g"
     monkeypatch.setenv("WANDB_SWEEP_ID", "s")

@@ -1,5 +1,6 @@
 """Doors: an objective, a schedule, an optimizer and a callback of a user's own train and resume."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import longctx
 from longctx import cli
 from longctx.config import presets
 from longctx.config.doors import OBJECTIVES, OPTIMIZERS, SCHEDULES, OptimizerTraits
@@ -106,7 +108,7 @@ def test_what_an_optimizer_cannot_do_is_refused_and_not_chosen(own):
     assert predict(steps[0]).gpu[OPTIMIZER] == 4 * config.model.parameters()
 
 
-def test_a_mistake_in_a_mixer_is_one_line_with_its_place(overrides, tmp_path, refused):
+def test_mistakes_with_a_mixer_are_one_line(overrides, tmp_path, refused, monkeypatch, capsys):
     right = SHORT.replace('"short"', '"wrong"')
     wrong = right.replace("x, batch):\n", "x, batch):\n        a, b = x.shape\n", 1)
     (file := tmp_path / "wrong.py").write_text(wrong)
@@ -119,3 +121,11 @@ def test_a_mistake_in_a_mixer_is_one_line_with_its_place(overrides, tmp_path, re
         with loaded(file):
             code = cli.main([*words, f"plugins=[{file}]"])
             refused(code, f"plugins={file}: line {line}: forward: ValueError: too many values")
+    monkeypatch.setattr(sys, "stderr", sys.stdout)
+    words = ["generate", str(tmp_path / "runs/r"), "prompt=Ada", "max_new_tokens=1", "device=cpu"]
+    with loaded(trained):
+        assert cli.main([*words, f"plugins=[{trained}]"]) == 0
+    notes, prompt = map(capsys.readouterr().out.index, (" has no decoding", "Ada"))
+    assert notes < prompt
+    with pytest.raises(ValueError, match=rf"of a plugin: add 'plugins=\[{trained}\]', or"):
+        longctx.load(tmp_path / "runs/r")

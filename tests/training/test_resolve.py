@@ -97,10 +97,8 @@ def test_longest_length_is_confirmed_near_the_limit(factor):
     request = requested("memory=balanced")
     length = longest_probed(request, card, GPU, HOST, lines.append).seq_len
     limit = fitting.longest([request], GPU.usable / factor, HOST, MULTIPLE)
-    assert limit is not None
-    assert length in card.probed
-    assert len(card.probed) <= 3
-    assert len(lines) == len(card.probed)
+    assert limit is not None and length in card.probed
+    assert len(lines) == len(card.probed) <= 3
     assert 0.9 * limit.seq_len <= length <= limit.seq_len
     if 0.97 <= factor <= 1.02:  # what the plan promises
         assert length >= 0.95 * limit.seq_len
@@ -121,10 +119,8 @@ def test_no_fitting_length_is_an_error(probe, gpu, message):
 
 def test_longest_rows_are_taken_as_they_were_probed(monkeypatch):
     config = replace(cli.compose("train", ["model=1b", "seq_len=max"]).config, batch_size=1)
-    monkeypatch.setattr(
-        "longctx.training.dry_run.dry_run_in_child",
-        lambda run, *_: DryRun([1.0], memory={"memory_peak_gib": 0.0}),
-    )
+    small = DryRun([1.0], memory={"memory_peak_gib": 0.0})
+    monkeypatch.setattr("longctx.training.dry_run.dry_run_in_child", lambda *_: small)
     lines: list[str] = []
     length = planned(config, H200, lines).seq_len
     assert length > 100_000 and any(f"{length:,}" in line for line in lines)
