@@ -64,7 +64,7 @@ class DataConfig(Group):
     cache: str | None = key(None, compared=False)
 
     def paths(self) -> list[str]:
-        """Return `path` as a list of strings."""
+        """Return `path` as a list of strings, ./~x absolute: pathlib takes it for a home."""
         return _strings("data.path", self.path)
 
     def data_files(self) -> list[str]:
@@ -76,4 +76,4 @@ def _strings(name: str, value: Any) -> list[str]:
     values = value if isinstance(value, list | tuple) else [] if value in (None, "") else [value]
     if not all(isinstance(item, str | os.PathLike) for item in values):
         raise ValueError(f"{name}={value}: not a path; give a path or a list of paths")
-    return list(map(os.fspath, values))
+    return [os.path.abspath(x) if str(x).startswith("./~") else os.fspath(x) for x in values]

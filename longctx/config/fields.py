@@ -250,7 +250,7 @@ def _converted(value: Any, target: Any, declared: Key) -> Any:
     if origin is dict and isinstance(value, Mapping) and ":" not in "".join(map(str, value)):
         return value
     if target == list[str] and isinstance(value, str):
-        return [value]
+        return [_converted(value, str, declared)]
     is_list = origin in (list, tuple) and isinstance(value, list | tuple)
     if is_list and (origin is list or ... in items or len(value) == len(items)):
         return origin(_converted(item, items[0], declared) for item in value)

@@ -12,6 +12,7 @@ from longctx.cli.commands import checked_jobs
 from longctx.cli.options import CompareOptions, ExportOptions
 from longctx.config import presets
 from longctx.config.asked import workload_of
+from longctx.config.data_config import DataConfig
 from longctx.config.eval_config import GenerateConfig, ScoreConfig
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
@@ -68,6 +69,7 @@ def test_the_home_that_a_shell_leaves_is_filled_in(schema, file, monkeypatch):
     assert config.out == Path("/home/me", file)
     here = cli.compose(schema, ["runs/a", f"out=./~me/{file}"]).config
     assert here.out == Path.cwd() / "~me" / file
+    assert DataConfig(path="./~me").paths() == [str(Path.cwd() / "~me")]
 
 
 VALUES = yaml.safe_load(Path(__file__).with_name("values.yaml").read_text())
