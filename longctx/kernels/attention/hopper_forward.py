@@ -181,10 +181,8 @@ K_EMPTY = gl.constexpr(5)  # 5 + stage: a tile of k has been read
 V_EMPTY = gl.constexpr(9)  # 9 + stage: a tile of v has been read
 TURN = gl.constexpr(13)  # 13 + consumer: it may issue its products
 MOST_STAGES = gl.constexpr(4)
-# A tile's flags are read when a consumer is at the end of its successor
-FLAG_SLOTS = gl.constexpr(4)
-# A tile's sink is read when its successor may be in the queue, and another behind that one
-SINK_SLOTS = gl.constexpr(4)
+# A tile's sink and flags are read when its successor may be in the queue, and another behind it
+TILE_SLOTS = gl.constexpr(4)
 # More than stages: a tile's bias arrives with k, and is read until the next k is given back
 BIAS_SLOTS = gl.constexpr(8)
 
@@ -195,7 +193,7 @@ def flagged(flags, count, CONSUMERS: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     found = 0
     for c in gl.static_range(CONSUMERS):
-        own = flags.index(count % FLAG_SLOTS * CONSUMERS + c)
+        own = flags.index(count % TILE_SLOTS * CONSUMERS + c)
         found |= gl.max(own.load(layout), axis=0)
         own.store(gl.zeros([ROWS], gl.int32, layout=layout))
     return found
@@ -205,7 +203,7 @@ def flagged(flags, count, CONSUMERS: gl.constexpr):
 def own_sink(sink_slots, count, biases, own, s_layout: gl.constexpr):
     """Return the sink of a consumer's count-th tile. A pointer would be in registers meanwhile."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    sink = gl.max(sink_slots.index(count % SINK_SLOTS).load(layout), axis=0)
+    sink = gl.max(sink_slots.index(count % TILE_SLOTS).load(layout), axis=0)
     if biases is not None:
         sink -= gl.sum(biases.index(own).slice(0, ROWS, 1).permute((1, 0)).load(s_layout), axis=1)
     return sink
@@ -282,14 +280,14 @@ def producer(
     t_before, t_last, again = t, t, 0
     met = 0  # steps whose arrivals at the end of a ring were met
     if FIXED_MAX:
-        for slot in gl.static_range(FLAG_SLOTS):
+        for slot in gl.static_range(TILE_SLOTS):
             flagged(flags, slot, CONSUMERS)
     while t < end:
         rank, row_head = scheduled_tile(t, tiles, heads, l2_heads)
         if SINKS:
             one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
             zero = gl.zeros([1], gl.float32, layout=one)
-            sink_slots.index(count % SINK_SLOTS).store(zero + gl.load(sinks + row_head % Hq))
+            sink_slots.index(count % TILE_SLOTS).store(zero + gl.load(sinks + row_head % Hq))
         b = row_head // Hq
         h = row_head % Hq
         hk = h // GROUP
@@ -306,7 +304,7 @@ def producer(
             mbarrier.expect(q_full.index(c), ROWS * D * 2 + BIASES * 4)
             load_parts(q, qs, c, q_full.index(c), b, gl.maximum(m0 + c * ROWS, 0), h)
             if bias is not None:
-                own = biases.index(BIAS_SLOTS + count % SINK_SLOTS * CONSUMERS + c)
+                own = biases.index(BIAS_SLOTS + count % TILE_SLOTS * CONSUMERS + c)
                 tma_load(references, [row_head, gl.maximum(m0 + c * ROWS, 0)], q_full.index(c), own)
         # k and v: the masked tiles, then the others
         for i in range(n):
@@ -327,13 +325,13 @@ def producer(
         # the next tile: the one before the last, if it was flagged; if no other is left, the last
         redo, then = 0, t_before
         if FIXED_MAX:
-            redo = flagged(flags, count + FLAG_SLOTS - 2, CONSUMERS)
+            redo = flagged(flags, count + TILE_SLOTS - 2, CONSUMERS)
         if redo == 0:
             then = gl.atomic_add(counter, 1) + gl.num_programs(0)
             if FIXED_MAX and then >= end:
                 meet(gl.maximum(it - STAGES, met), it, STAGES, CONSUMERS)
                 met = it
-                redo = flagged(flags, count + FLAG_SLOTS - 1, CONSUMERS)
+                redo = flagged(flags, count + TILE_SLOTS - 1, CONSUMERS)
                 then = gl.where(redo > 0, t_last, then)
                 if redo == 0:
                     redo = flagged(flags, count, CONSUMERS)
@@ -527,7 +525,7 @@ def consumer(
         end = tile_end if not UNEVEN else gl.where(row0 >= 0, tile_end, row0)  # of its own queries
         first_i = gl.load(first + b * stride_ib + i, mask=i < end, other=0)
         last_i = gl.load(last + b * stride_ib + i, mask=i < end, other=-1)
-        own = BIAS_SLOTS + count % SINK_SLOTS * CONSUMERS + C
+        own = BIAS_SLOTS + count % TILE_SLOTS * CONSUMERS + C
         m = gl.full([ROWS], float("-inf"), gl.float32, layout=s_rows)
         acc = zero_parts(qs)
         mbarrier.wait(q_full.index(C), count & 1)
@@ -604,7 +602,7 @@ def consumer(
             if FIXED_MAX:
                 in_range = (total > 1 / LARGEST) & (total < LARGEST)
                 flag = (steady < n) & (i < end) & ~in_range
-                flags.index(count % FLAG_SLOTS * CONSUMERS + C).store(flag.to(gl.int32))
+                flags.index(count % TILE_SLOTS * CONSUMERS + C).store(flag.to(gl.int32))
             total = gl.where(total == 0.0, 1.0, total)
             lse_i = m * LN2 + gl.log(total)
             if SINKS:
@@ -627,6 +625,9 @@ def consumer(
             gl.store(lse + row_head.to(gl.int64) * Tq + i, lse_i, mask=i < end)
 
         # epilogue: out leaves by TMA while the next tile begins
+        if FIXED_MAX:  # a flagged tile's first out is in memory before its second leaves
+            SENT: gl.constexpr = "cp.async.bulk.wait_group 0;\n\tmov.u32 $0, 0;"
+            gl.inline_asm_elementwise(SENT, "=r,r", [count], gl.int32, False, 1)
         tma.store_wait(0)
         for part in gl.static_range(PARTS):
             out_own[part].store(acc[part].to(dtype))
@@ -675,7 +676,7 @@ def forward_kernel(
         outs = part_buffers(dtype, CONSUMERS, ROWS, D0, shared, D1, shared1)
     ks = part_buffers(dtype, STAGES, BN, D0, shared_kv, D1, shared1_kv)
     vs = part_buffers(dtype, STAGES, BN, D0, shared_kv, D1, shared1_kv)
-    SLOTS: gl.constexpr = BIAS_SLOTS + SINK_SLOTS * CONSUMERS
+    SLOTS: gl.constexpr = BIAS_SLOTS + TILE_SLOTS * CONSUMERS
     buffers = ForwardBuffers(
         qs, ks, vs,
         None if bias is None else gl.allocate_shared_memory(gl.float32, [SLOTS, 1, BN], ROW_LAYOUT),
@@ -685,8 +686,8 @@ def forward_kernel(
     queue = tile_queue(CONSUMERS, 10)
     schedule = first, last, starts, stride_ib, Tq, Hq, tiles, heads, l2_heads
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    sink_slots = gl.allocate_shared_memory(gl.float32, [SINK_SLOTS, 1], one)
-    flags = gl.allocate_shared_memory(gl.int32, [FLAG_SLOTS * CONSUMERS, ROWS], one)
+    sink_slots = gl.allocate_shared_memory(gl.float32, [TILE_SLOTS, 1], one)
+    flags = gl.allocate_shared_memory(gl.int32, [TILE_SLOTS * CONSUMERS, ROWS], one)
 
     # fmt: off
     # warps: consumers, then the producer. Triton takes functions and constants only as literals,
