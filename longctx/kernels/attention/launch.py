@@ -148,9 +148,9 @@ _lock = threading.Lock()
 def unused_zeros(device: torch.device, stream: int) -> tuple[Tensor, int]:
     """Return int32 zeros, and where 16 bytes of them begin that no launch has been given.
 
-    Zeroing them for each launch would be a launch more. A graph must zero its own when it runs.
+    Zeroing them for each launch would be a launch more.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if stream:  # perhaps a graph's, or of its first run: it must zero its own, in its own memory
         return torch.zeros(4, dtype=torch.int32, device=device), 0
     with _lock:
         zeros, start = _unused.get((device, stream), (None, 0))
