@@ -55,8 +55,8 @@ class Tracker:
 
     def log(self, record: Record) -> None:
         """Append one record, `step` and `tokens_seen` among its keys."""
-        if not os.fstat(self._file.fileno()).st_nlink:  # deleted, but whole in this open file
-            self._file.seek(0)
+        if self._folder.is_dir() and not os.fstat(self._file.fileno()).st_nlink:
+            self._file.seek(0)  # deleted, but whole in this open file
             files.write_text(path := self._folder / metrics_file.FILE, self._file.read())
             self._file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
         metrics_file.append(self._file, record)
