@@ -194,8 +194,8 @@ class Tokenizer:
     def load(cls, path: str | Path, vocabulary: int | None = None) -> Tokenizer:
         """Read a tokenizer.json, or a folder that has one (a run, a Hugging Face model).
 
-        Raises FileNotFoundError or ValueError if it is missing or broken, no token ends a text, or
-        a text may have a token that a model with that `vocabulary` lacks.
+        Raises FileNotFoundError or ValueError if it is missing or broken, if no token ends a text,
+        or if it has more tokens for texts than the `vocabulary` of a model.
         """
         tokenizer, file = _read(path)
         # The library raises plain Exception.
