@@ -174,4 +174,5 @@ class AttentionConfig(Group):
                 of = " and ".join(x for x, each in DESCRIPTIONS.items() if name in each.options)
                 yield f"{given} is not an option of {self.label} ({names}) but of {of or 'none'}"
             elif value not in allowed:
-                yield f"{given} must be one of {', '.join(map(str, allowed))}"
+                others = "; others need plugins=[FILE.py]" if name == "score" else ""
+                yield f"{given}: one of {', '.join(map(str, allowed))}{others}"

@@ -159,7 +159,7 @@ class ContextConfig:
     def check_degree(self, devices: int) -> None:
         """Raise ValueError if `devices` devices cannot be split into groups of `degree`."""
         if isinstance(self.degree, int) and devices % self.degree:
-            remedy = "give a number that does"
+            remedy = f"give devices={-(-devices // self.degree) * self.degree}, or another number"
             raise ValueError(f"context={self.degree}: does not divide devices={devices}; {remedy}")
         if self.check and devices == 1:
             raise ValueError("context.check=true: compares several devices with one; use devices=N")

@@ -205,6 +205,7 @@ class Workload:
         names = " or ".join(f"attention={name}" for name, x in DESCRIPTIONS.items() if x.capturable)
         counts = not all(x.description.capturable for x in attention.each)
         others = [x.mixer for x in of_model(model) if not x.computed_by.capturable]
+        by_documents = "launches by the documents of a sequence"
         waits_for_router = experts is not None and self.precision == "fp32"
         follows_length = rope in ("dynamic", "longrope")
         filled = self.memory.filled(self.memory.policies()[0])
@@ -212,12 +213,9 @@ class Workload:
         reasons = (
             (self.device != "cuda", f"they are for a GPU, not device={self.device}; use a GPU"),
             (several, "they are for one GPU alone; use devices=1 strategy=auto"),
-            (others, f"model.mixer={', '.join(others)} launches by the documents of a row"),
+            (others, f"model.mixer={', '.join(others)} {by_documents}"),
             (not model.has_kernels, "transformers computes the model, and waits for the GPU"),
-            (
-                counts,
-                f"attention={attention.label} launches by the documents of a row; use {names}",
-            ),
+            (counts, f"attention={attention.label} {by_documents}; use {names}"),
             (waits_for_router, f"model.experts.count={experts} waits in fp32; use precision=bf16"),
             (follows_length, f"rope_type={rope} follows the length of each document; use another"),
             (offload, f"memory={policy} copies to and from the host; use memory.offload=0"),

@@ -198,7 +198,7 @@ def test_a_name_belongs_to_one_file(tmp_path):
         plugins.load([str(tmp_path / "other.py")])
     with pytest.raises(ValueError, match="score=none is already"):
         register_score("none", of_places)
-    with pytest.raises(ValueError, match="score=nothing must be one of none, alibi"):
+    with pytest.raises(ValueError, match="score=nothing: one of none, alibi"):
         attention(*tensors()[:3], backend="naive", score="nothing")
 
 

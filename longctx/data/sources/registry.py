@@ -125,7 +125,8 @@ def check_files(config: DataConfig) -> None:
     for key in ("tokenizer", "filter"):
         path = getattr(config, key)
         if path not in (None, "gzip") and not Path(path).expanduser().exists():
-            raise FileNotFoundError(f"data.{key}={path}: no such file or folder")
+            what = "a tokenizer.json or a model's folder" if key == "tokenizer" else "a .jsonl file"
+            raise FileNotFoundError(f"data.{key}={path}: no such file or folder; give {what}")
 
 
 def pinned(config: DataConfig) -> DataConfig:
