@@ -67,11 +67,7 @@ class Decoder:
         for setting in slow:
             print_once(f"{setting} has no decoding: each new token computes its text again")
         self.sequences, self.length, self.dtype = sequences, length, dtype
-        # Of each layer: keys and values, or what its mixer has
-        shapes = [(2, sequences, length, x.kv_heads, x.head_size) for x in heads]
-        # Not empty: naive multiplies unseen values by 0, and 0 · NaN is NaN
-        zeros = (torch.zeros(shape, dtype=dtype, device=self.device) for shape in shapes)
-        self.states = {layer: (*both,) for layer, both in zip(layers, zeros, strict=True)}
+        self.states: dict[int, Any] = {}  # of layers: caches, or what a mixer has
         self.windows = [model.config.window_of(layer) for layer in range(model.config.layers)]
         captures = self.decodes and all(x.description.capturable for x in attends)
         captures &= not any(block.away.on_host for block in model.blocks)
@@ -108,17 +104,16 @@ class Decoder:
         tile = self.model.memory.mlp_tile or 32768
 
         def forward(layer: int, block: Any, x: Tensor) -> Tensor:
+            attention = block.attention
             tensors = in_tiles(block.before, tile, (x, *angles[layer]))
-            is_mixer = isinstance(block.attention, Mixer)
-            if is_mixer and self.decodes:
-                masks[layer].room = self.length
-                out, state = block.attention.prefill(*tensors, masks[layer])
+            if attention.cached is None and self.decodes:
+                out, state = attention.prefill(*tensors, masks[layer])
                 for old, new in zip(self.states.setdefault(layer, state), state, strict=True):
                     old.copy_(new)
             else:
-                out = block.attention(*tensors, masks[layer])
-            if not is_mixer:
-                self._write(layer, slots, *tensors[1:])
+                out = attention(*tensors, masks[layer])
+            if attention.cached is not None:
+                self._write(layer, slots, tensors[attention.cached])
             return in_tiles(block.after, tile, (x, out))[0]
 
         x = self._through_blocks(ids[None].to(self.device), forward)
@@ -163,25 +158,33 @@ class Decoder:
         masks = {w: Mask("intervals", first=first[w], last=last) for w in first}
 
         def forward(layer: int, block: Any, x: Tensor) -> Tensor:
-            tensors = block.before(x, *angles[layer])
-            if isinstance(block.attention, Mixer):
-                return block.after(x, block.attention.step(*tensors, *self.states[layer]))
-            self._write(layer, slots, *tensors[1:])
-            queries, (keys, values) = tensors[0].to(self.dtype), self.states[layer]
-            mask, scores = masks[self.windows[layer]], block.attention.scores
+            attention, tensors = block.attention, block.before(x, *angles[layer])
+            if attention.cached is None:
+                return block.after(x, attention.step(*tensors, *self.states[layer]))
+            self._write(layer, slots, tensors[attention.cached])
+            mask, caches = masks[self.windows[layer]], self.states[layer]
+            if isinstance(attention, Mixer):
+                seen = (cache[:, :longest] for cache in caches)
+                return block.after(x, attention.step(*tensors, *seen, mask))
+            queries, (keys, values) = tensors[0].to(self.dtype), caches
             if self.splits_keys:
-                out = by_triton(queries, keys, values, mask, scores)
+                out = by_triton(queries, keys, values, mask, attention.scores)
             else:
-                seen = keys[:, :longest], values[:, :longest]
-                out = self.attends[layer].decode(queries, *seen, mask, scores)
+                both = keys[:, :longest], values[:, :longest]
+                out = self.attends[layer].decode(queries, *both, mask, attention.scores)
             return block.after(x, out)
 
         x = self._through_blocks(self.tokens[:, None], forward)
         self.ends += 1
         return self._logits(x[:, 0])
 
-    def _write(self, layer: int, slots: Tensor, *tensors: Tensor) -> None:
-        """Write keys and values of tokens to `slots`: sequence · length + position."""
+    def _write(self, layer: int, slots: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Write what a layer caches of tokens to `slots`: sequence · length + position."""
+        if layer not in self.states:
+            shapes = [(self.sequences, self.length, *x.shape[2:]) for x in tensors]
+            # Not empty: naive multiplies unseen values by 0, and 0 · NaN is NaN
+            zeros = [x.new_zeros(shape) for x, shape in zip(tensors, shapes, strict=True)]
+            self.states[layer] = zeros
         for state, new in zip(self.states[layer], tensors, strict=True):
             state.flatten(0, 1).index_copy_(0, slots, new.flatten(0, 1))
 

@@ -142,6 +142,7 @@ class SelfAttention(nn.Module):
     """Grouped-query attention by the chosen backend, with rotary positions if `part.rotates`."""
 
     reads_input = False  # True if `branch` takes attention's input
+    cached: ClassVar[slice | None] = slice(1, 3)  # decoding keeps keys and values
 
     def __init__(self, part: parts.AttentionSpec, backend: AttentionConfig) -> None:
         super().__init__()

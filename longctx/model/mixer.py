@@ -33,8 +33,6 @@ class Batch:
     inside documents, with the window of the layer if it has one.
     """
 
-    room = 0  # tokens of a text, at most, in decoding
-
     def __init__(self, mask: Mask, sequences: int, ranks: Ranks = ALONE) -> None:
         if mask.kind not in ("causal", "documents"):
             raise ValueError(f"a mask of kind {mask.kind}: model.mixer takes causal ones alone")
@@ -94,6 +92,7 @@ class Mixer(nn.Module):
     needs: "key_bias" or "score" if the backend of softmax attention must take such
     lacks: keys of a model that it would ignore
     reads_input: True if `branch` takes the normed input x
+    cached: tensors of `project` that decoding keeps of all tokens; None: it has a state
     exact: weights that export leaves in fp32. A run in 16 bits leaves these matrices in fp32 too,
         and every weight that is no matrix
     """
@@ -106,6 +105,7 @@ class Mixer(nn.Module):
     needs: ClassVar[Set[str]] = frozenset()
     lacks: ClassVar[Sequence[str]] = ()
     reads_input: Any = False
+    cached: ClassVar[slice | None] = None
     exact: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, part: MixerSpec, backend: AttentionConfig) -> None:
@@ -183,7 +183,7 @@ class Mixer(nn.Module):
 
     def step(self, *tensors: Any) -> Any:
         """Return out (B, 1, ...) for the next token of each text, given the tensors of `project`
-        and the state. The state is updated in place.
+        and the state, which is updated in place; or what is `cached`, (B, S, ...), and a mask.
         """
 
     @property

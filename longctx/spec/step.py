@@ -184,8 +184,8 @@ class Workload:
     @property
     def captured(self) -> bool:
         """Return True if the decided step runs as CUDA graphs."""
-        if self.graphs == "auto":  # graphs of mixers have run on no GPU yet
-            return self.is_host_bound and not (self.not_captured or of_model(self.model))
+        if self.graphs == "auto":
+            return self.is_host_bound and self.not_captured is None
         return self.graphs == "true"
 
     @property

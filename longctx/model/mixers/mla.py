@@ -1,13 +1,13 @@
 """Multi-head latent attention of DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437): keys and values
 of all heads are made of one latent c of a token, and a key has rotary channels r for all heads.
 
-    c = norm(W x),  r = rope(R x),   k_h = [K_h c, r],  v_h = V_h c,
-    q_h = [Q_h y, rope(P_h y)],  y = x, or norm(D x) with a q_rank
+    c = norm(W x),  r = rope(R x),   k_h = [r, K_h c],  v_h = V_h c,
+    q_h = [rope(P_h y), Q_h y],  y = x, or norm(D x) with a q_rank
 
 K_h has model.head_dim channels, r their rotary share: DeepSeek has 128 and 64. Decoding caches c
 and r alone, since K_h and V_h commute with the sums:
 
-    q_h·k_h = [K_hᵀ Q_h y, rope(P_h y)]·[c, r],   Σ p v_h = V_h Σ p c
+    q_h·k_h = [rope(P_h y), K_hᵀ Q_h y]·[r, c],   Σ p v_h = V_h Σ p c
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ from longctx.model.mixers.description import Cost, MixerSpec, register
 from longctx.model.rope import rotate, yarn_scale
 
 
+def sizes(spec: MixerSpec) -> tuple[int, int, int]:
+    """Return q_rank, kv_rank, and the channels of a value."""
+    given, size = spec.options, spec.model.head_size
+    return given["q_rank"], given["kv_rank"] or 4 * size, given["value_size"] or size
+
+
 class LatentAttention(Mixer):
     """Latent attention; with 0 kv_rank is 4 · model.head_dim, value_size that, and q is direct."""
 
@@ -33,33 +39,26 @@ class LatentAttention(Mixer):
     share = "heads"
     softmax_calls = 1
     capturable = True
+    cached = slice(3, 4)
     lacks = ("qkv_bias", "out_bias", "sinks", "softcap", "qk_norm", "attention_gate")
 
     def __init__(self, part: MixerSpec, backend: AttentionConfig) -> None:
         super().__init__(part, backend)
         self.attend = Attention(backend.backend, backend.options)
-        self.formula = Attention("naive", {})
-        model, (_, self.kv_rank, self.value_size) = part.model, self.sizes(part)
-        self.query_heads, self.key_size = model.heads, model.head_size
-        self.rotary_size, scaling = part.rope.size, part.rope.scaling
+        model, scaling, (_, self.kv_rank, value_size) = part.model, part.rope.scaling, sizes(part)
+        self.of_key = part.rope.size, model.head_size
+        self.of_latent = model.head_size, value_size
         # With mscale_all_dim YaRN stretches all channels of a key, not the rotary ones alone
         stretch = yarn_scale(scaling.get("factor", 1.0), scaling.get("mscale_all_dim") or 0.0)
-        scale = model.attention_scale or part.softmax.model.head_size**-0.5
-        self.scores = Scores(scale * stretch**2)
-
-    @classmethod
-    def sizes(cls, spec: MixerSpec) -> tuple[int, int, int]:
-        """Return q_rank, kv_rank, and the channels of a value."""
-        given, size = spec.options, spec.model.head_size
-        return given["q_rank"], given["kv_rank"] or 4 * size, given["value_size"] or size
+        self.scores = Scores((model.attention_scale or sum(self.of_key) ** -0.5) * stretch**2)
 
     @classmethod
     def problem(cls, spec: MixerSpec) -> str | None:
         # Kernels have one size of heads, so values are padded to that of keys
-        sizes, most = cls.sizes(spec), spec.softmax.model.head_size
-        fits = sizes[0] >= 0 and sizes[1] > 0 and 0 < sizes[2] <= most
+        most = spec.softmax.model.head_size
+        fits = min(given := sizes(spec)) >= 0 and given[2] <= most
         rule = f"give ranks from 1, and value_size up to {most}, the size of a key"
-        return super().problem(spec) if fits else f"q_rank, kv_rank, value_size={sizes}: {rule}"
+        return super().problem(spec) if fits else f"q_rank, kv_rank, value_size={given}: {rule}"
 
     @classmethod
     def called(cls, spec: MixerSpec) -> dict[str, Any]:
@@ -67,7 +66,7 @@ class LatentAttention(Mixer):
 
     @classmethod
     def weights(cls, spec: MixerSpec) -> dict[str, tuple[Any, ...]]:
-        (q_rank, kv_rank, value_size), heads = cls.sizes(spec), spec.model.heads
+        (q_rank, kv_rank, value_size), heads = sizes(spec), spec.model.heads
         queries = spec.softmax.query_size
         shapes: dict[str, tuple[Any, ...]] = {
             "qkv": ((q_rank or queries, kv_rank + spec.rope.size), spec.size),
@@ -79,7 +78,7 @@ class LatentAttention(Mixer):
 
     @classmethod
     def cost(cls, spec: MixerSpec, e: int) -> Cost:
-        (q_rank, kv_rank, _), queries = cls.sizes(spec), spec.softmax.query_size
+        (q_rank, kv_rank, _), queries = sizes(spec), spec.softmax.query_size
         # Latents in fp32, and normed, and the output for `out`; but no projection of q, k and v
         saved = (e + 4) * (q_rank + kv_rank) + e * (spec.query_size - 2 * queries)
         return Cost(saved=saved, backward=e * queries)  # the gradient of the padded output
@@ -88,21 +87,23 @@ class LatentAttention(Mixer):
         nn.init.ones_(weight)
 
     def project(self, x: Tensor, *angles: Tensor) -> tuple[Tensor, ...]:
-        """Return q and k (B, T, H, D), v (B, T, H, V), and [c, r] (B, T, 1, ...)."""
-        widths = self.part.shapes["qkv"][0][0], self.kv_rank, self.rotary_size
+        """Return q and k (B, T, H, D), v (B, T, H, V), and [r, c] (B, T, 1, ...)."""
+        widths = self.part.shapes["qkv"][0][0], self.kv_rank, self.of_key[0]
         queries, c, r = self.qkv(x).split(widths, dim=-1)
         if "q_norm" in self.part.shapes:
             queries = self.q_up(normed(queries, self.q_norm, 1e-6))
         c, r = normed(c, self.kv_norm, 1e-6), r[:, :, None]  # whatever eps the model has
-        queries, keys = (x.unflatten(-1, (self.query_heads, -1)) for x in (queries, self.kv_up(c)))
-        keys, values = keys.split((self.key_size, self.value_size), dim=-1)
+        # Rotary channels first, as `rotate` has them
+        queries = queries.unflatten(-1, (-1, sum(self.of_key))).roll(self.of_key[0], dims=-1)
+        keys, values = (
+            self.kv_up(c).unflatten(-1, (-1, sum(self.of_latent))).split(self.of_latent, dim=-1)
+        )
         cos, sin, *growth = angles
         if self.part.rotates:
-            plain, rotary = queries.split((self.key_size, self.rotary_size), dim=-1)
-            queries, r = torch.cat([plain, rotate(rotary, cos, sin)], dim=-1), rotate(r, cos, sin)
+            queries, r = rotate(queries, cos, sin), rotate(r, cos, sin)
         queries = (queries * growth[0]).to(queries.dtype) if growth else queries
-        keys = torch.cat([keys, r.expand(*keys.shape[:3], -1)], dim=-1)
-        return queries, keys, values, torch.cat([c[:, :, None], r], dim=-1)
+        keys = torch.cat([r.expand(*keys.shape[:3], -1), keys], dim=-1)
+        return queries, keys, values, torch.cat([r, c[:, :, None]], dim=-1)
 
     def __call__(self, *arguments: Any) -> Tensor:
         queries, keys, values, _, batch = arguments
@@ -110,39 +111,32 @@ class LatentAttention(Mixer):
 
     def forward(self, *tensors: Any) -> Tensor:
         queries, keys, values, batch = tensors
-        padded = pad(values, (0, queries.shape[3] - self.value_size))
-        return self.attend(queries, keys, padded, batch.mask, self.scores)[..., : self.value_size]
+        padded = pad(values, (0, keys.shape[3] - values.shape[3]))
+        out = self.attend(queries, keys, padded, batch.mask, self.scores)
+        return out[..., : values.shape[3]]
 
     def branch(self, out: Tensor, x: Tensor | None) -> Any:
         return self.out(out.flatten(2))
 
     def absorbed(self, queries: Tensor, latents: Tensor, mask: Mask) -> Tensor:
-        """Return the output (B, T, H, V) of q and [c, r] (B, S, 1, ...), the key of all heads."""
+        """Return the output (B, T, H, V) of q and [r, c] (B, S, 1, ...), the key of all heads."""
         # Of the identity the layer makes its weight, in any format and with what LoRA adds
         identity = torch.eye(self.kv_rank, dtype=queries.dtype, device=queries.device)
-        both = self.kv_up(identity).T.unflatten(0, (self.query_heads, -1))
-        K, V = both.split((self.key_size, self.value_size), dim=1)
-        plain, rotary = queries.split((self.key_size, self.rotary_size), dim=-1)
-        asked = torch.cat([torch.einsum("bthd,hdc->bthc", plain, K), rotary], dim=-1)
-        summed = self.formula.decode(asked, latents, latents, mask, self.scores)
-        return torch.einsum("bthc,hvc->bthv", summed[..., : self.kv_rank], V)
+        K, V = (
+            self.kv_up(identity)
+            .unflatten(-1, (-1, sum(self.of_latent)))
+            .split(self.of_latent, dim=-1)
+        )
+        rotary, plain = queries.split(self.of_key, dim=-1)
+        asked = torch.cat([rotary, torch.einsum("bthd,chd->bthc", plain, K)], dim=-1)
+        summed = Attention("naive", {}).decode(asked, latents, latents, mask, self.scores)
+        return torch.einsum("bthc,chv->bthv", summed[..., self.of_key[0] :], V)
 
     def naive(self, *tensors: Any) -> Tensor:
         return self.absorbed(tensors[0], tensors[3], tensors[4].mask)
 
-    def prefill(self, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        (*_, latents, batch), lengths = tensors, tensors[-1].offsets.diff()
-        cache = latents.new_zeros(len(lengths), batch.room, *latents.shape[2:])
-        cache[batch.documents, batch.positions] = latents
-        return self(*tensors), (cache, lengths)
-
     def step(self, *tensors: Any) -> Tensor:
-        queries, _, _, latents, cache, lengths = tensors
-        cache[torch.arange(len(cache), device=cache.device), lengths] = latents[:, 0]
-        first = lengths - ((self.part.window or cache.shape[1]) - 1)
-        mask = Mask("intervals", first=first[:, None], last=lengths[:, None].clone())
-        lengths += 1
-        return self.absorbed(queries, cache, mask)
+        return self.absorbed(tensors[0], *tensors[4:])
 
 
 register("mla", LatentAttention)
