@@ -80,15 +80,13 @@ class Decoder:
         # Buffers of ropes that follow the length, for a replayed graph to read
         ropes = [rope for rope in model.ropes if rope.follows_length]
         self.angles: dict[Rope, Angles] = {x: x(self.ends[:, None]) for x in ropes}
-        self.logits = torch.zeros(0, device=self.device)
-        self.head = torch.zeros(0, device=self.device)  # the lm_head in the dtype of products
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Logits (B, V) after each of the `prompts`, with one token at least each."""
         # The lm_head is cast once, not for every token; a graph reads this tensor
         head = self.model.lm_head_weight.to(self.dtype)
-        self.head = head if self.graph is None else self.head.copy_(head)
+        self.head: Tensor = head if self.graph is None else self.head.copy_(head)
         lengths = [len(prompt) for prompt in prompts]
         assert len(prompts) == self.sequences and 0 < min(lengths) and max(lengths) <= self.length
         N, ids = sum(lengths), torch.tensor([token for prompt in prompts for token in prompt])
@@ -144,7 +142,7 @@ class Decoder:
             self.graph = torch.cuda.CUDAGraph()
             # thread_local: a thread may write a checkpoint meanwhile, which no graph depends on
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                self.logits = self._one_token()
+                self.logits: Tensor = self._one_token()
         return logits
 
     def _one_token(self) -> Tensor:

@@ -14,7 +14,7 @@ from functools import cached_property
 from inspect import getfile
 from math import gcd, prod
 from pathlib import Path
-from traceback import extract_tb
+from traceback import extract_tb, walk_tb
 from typing import Any, NamedTuple
 
 from longctx.attention.description import AttentionConfig
@@ -63,12 +63,16 @@ def class_of(name: str) -> Any:
 
 def mistake(error: BaseException) -> ValueError | None:
     """Return an error in a plugin that has a mixer as one line, with its place; None for others."""
-    own = {getfile(x) for name, x in MIXERS.items() if x and name not in FILES}
-    if not (frames := [x for x in extract_tb(error.__traceback__) if x.filename in own]):
+    mixers = [x for name, x in MIXERS.items() if x and name not in FILES]
+    own, names = {getfile(x) for x in mixers}, {y.__name__ for x in mixers for y in x.__mro__}
+    calls = [(x.f_code, n) for x, n in walk_tb(error.__traceback__) if x.f_code.co_filename in own]
+    is_of_mixer = any(code.co_qualname.split(".")[0] in names for code, _ in calls)
+    # A ValueError of a data source in the same file is about the request
+    if not calls or (isinstance(error, ValueError | OSError) and not is_of_mixer):
         return None
-    file, line, function, _ = frames[-1]
-    problem = f"{function}: {type(error).__name__}: {' '.join(str(error).split())}"
-    shown = ValueError(f"plugins={file}: line {line}: {problem}")
+    code, line = calls[-1]
+    problem = f"{code.co_name}: {type(error).__name__}: {' '.join(str(error).split())}"
+    shown = ValueError(f"plugins={code.co_filename}: line {line}: {problem}")
     shown.__cause__ = error  # of a full disk, it has another exit code
     return shown
 
