@@ -82,7 +82,7 @@ def expected(run: Run) -> Row:
     row: Row = {
         "backend": work.attention.backend,
         "tokens": work.seq_len,
-        "rows": work.rows_per_step,
+        "rows": work.sequences_per_step,
         "memory": str(work.memory),
         "predicted_gib": predicted.peak / GIB,
         "host_gib": sum(predicted.host.values()) / GIB,

@@ -99,7 +99,7 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     for tokens, training in runs.items():
         for peer in options.peers or (*OURS, *OTHERS):
             row: Row = {"peer": peer, "tokens": tokens, "gpus": options.gpus}
-            row["rows"] = training.workload.rows_per_step
+            row["rows"] = training.workload.sequences_per_step
             rows.append(row)
             print(f"{row['rows']} × {tokens:,} tokens, {peer}:", end=" ", flush=True)
             limit = min(options.seconds, end - time.monotonic())

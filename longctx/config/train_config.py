@@ -29,7 +29,7 @@ from longctx.config.layout_config import ContextConfig, MemoryConfig, StrategyCo
 from longctx.config.rope_config import RopeConfig
 from longctx.model.mixers.description import check_windows
 from longctx.spec.model_config import GPTConfig, LoraConfig
-from longctx.spec.step import LONGEST_ROW
+from longctx.spec.step import LONGEST
 
 # Of the schedule: a resumed run may have another one, and names show it
 SCHEDULE: dict[str, Any] = {"resume": True, "names": True}
@@ -111,7 +111,7 @@ class TrainConfig(Group):
     tracker: copies of metrics.jsonl, one or several as [wandb,tensorboard]; none: the file alone
     """
 
-    seq_len: int | str = key(4096, between=(2, LONGEST_ROW), unit=1024, word="max", names=False)
+    seq_len: int | str = key(4096, between=(2, LONGEST), unit=1024, word="max", names=False)
     seq_len_schedule: list[list[int]] | None = key(None)
     batch_size: int | None = positive(None, resume=True)
     accumulate: int | None = positive(None, resume=True)

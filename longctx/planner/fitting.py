@@ -22,7 +22,7 @@ from longctx.model.mixers.description import of_model
 from longctx.planner import step_time
 from longctx.planner.peak_memory import Memory, predict
 from longctx.spec.hardware import COPY_SHARE, CPU, GIB, Chip
-from longctx.spec.step import LONGEST_ROW, Workload
+from longctx.spec.step import LONGEST, Workload
 
 HOST_LEFT = 12 * 2**30  # bytes of host memory left to the process, its libraries and the data
 LEFT_FREE = 0.05  # of the GPU, if no dry run checks a decision
@@ -212,7 +212,7 @@ def longest(
     gpu: float,
     host: float,
     multiple: int = 128,
-    limit: int = LONGEST_ROW,
+    limit: int = LONGEST,
     chip: Chip = CPU,
 ) -> Workload | None:
     """Return the step of the longest sequences that fit in one of `candidates`, functions from a

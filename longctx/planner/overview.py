@@ -213,7 +213,7 @@ def without_data(request: TrainConfig, device: str) -> Workload:
 
 def print_machine(step: Workload, chip: Chip, host: float, of_host: str) -> None:
     """Print the model, the size of a step and the machine; `of_host` follows the host memory."""
-    count = count_of(step.rows_per_step, "sequence")
+    count = count_of(step.sequences_per_step, "sequence")
     frozen = f", frozen weights in {step.lora.base}" if step.lora.base else ""
     parameters = f"{step.model.parameters() / 1e6:,.0f} million parameters"
     print(f"{parameters}, {count} of {step.seq_len:,} tokens a step, {step.precision}{frozen}")

@@ -225,7 +225,7 @@ def check_unedited(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> 
     `saved` in a checkpoint.
     """
     before, after = flat(saved), flat(now)
-    is_other_step = rows_per_step(before) != rows_per_step(after)
+    is_other_step = sequences_per_step(before) != sequences_per_step(after)
     of_step = {"batch_size", "accumulate"} if is_other_step else set()
     for key in sorted(before.keys() | after.keys()):
         declared = declared_as(TrainConfig, key)
@@ -239,7 +239,7 @@ def check_unedited(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> 
             raise ValueError(f"{folder / CONFIG}: {key}={after.get(key)}, but {why}; put it back")
 
 
-def rows_per_step(settings: dict[str, Any]) -> int:
+def sequences_per_step(settings: dict[str, Any]) -> int:
     """Return the sequences of a step over all devices of a run with these settings, as `flat`."""
     groups = settings["devices"] // settings.get("context.degree", 1)
     return int(settings["batch_size"] * settings["accumulate"] * groups)

@@ -28,7 +28,7 @@ TOKENS_PER_STEP = {"cuda": 65536, "cpu": 4096}
 # FLOPs of a block and micro-batch, forward and backward, whose launches take the host about as long
 # as an H200 computes: 5 to 7 ms.
 HOST_BOUND = 3e12
-LONGEST_ROW = 2**24  # tokens of a sequence
+LONGEST = 2**24  # tokens of a sequence, at most
 SLICE = 2**26  # weights whose state is on the GPU at one time, if it is saved on the host
 STACK = 2**24  # weights that Newton-Schulz takes in one batch, unless one matrix has more
 
@@ -123,14 +123,14 @@ class Workload:
         return self.devices // self.context
 
     @property
-    def rows_per_step(self) -> int:
+    def sequences_per_step(self) -> int:
         """Count the sequences of an optimizer step over all micro-batches and devices."""
         return self.batch_size * self.accumulate * self.data_ranks
 
     @property
     def tokens_per_step(self) -> int:
         """Count the tokens of an optimizer step over all devices, padding included."""
-        return self.rows_per_step * self.seq_len
+        return self.sequences_per_step * self.seq_len
 
     @property
     def activation_bytes(self) -> int:

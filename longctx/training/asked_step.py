@@ -52,7 +52,7 @@ def with_steps_of_run(
     """
     path = Path(config.resume or "")
     saved = run_folder.read_config(path)
-    rows = run_folder.rows_per_step(saved)
+    total = run_folder.sequences_per_step(saved)
     possible: list[Division] = []
     for division in each:
         groups = config.devices // division.context
@@ -60,14 +60,14 @@ def with_steps_of_run(
         accumulate = config.accumulate if "accumulate" in overrides else None
         # No larger micro-batch than the run's own, which is known to fit
         if batch_size is None and accumulate is None:
-            batch_size = math.gcd(saved["batch_size"], rows // groups)
-        batch_size = batch_size or rows // groups // (accumulate or 1)
-        accumulate = accumulate or rows // groups // batch_size
-        if batch_size * accumulate * groups == rows:
+            batch_size = math.gcd(saved["batch_size"], total // groups)
+        batch_size = batch_size or total // groups // (accumulate or 1)
+        accumulate = accumulate or total // groups // batch_size
+        if batch_size * accumulate * groups == total:
             possible += [division._replace(batch_size=batch_size, accumulate=accumulate)]
     names = ["devices", *(name for name in ("batch_size", "accumulate") if name in overrides)]
     asked = " ".join(f"{name}={getattr(config, name)}" for name in names)
-    problem = f"{asked}: a step of the run has {rows} sequences, which cannot be divided so; give "
-    rule = f"numbers with groups of devices × batch_size × accumulate = {rows}"
+    problem = f"{asked}: a step of the run has {total} sequences, which cannot be divided so; give "
+    rule = f"numbers with groups of devices × batch_size × accumulate = {total}"
     refuse((not possible, problem + rule))
     return possible

@@ -26,7 +26,7 @@ class Run:
     """
 
     config: TrainConfig  # as asked, with absolute paths
-    workload: Workload  # what a step computes: device, rows, model, memory policy
+    workload: Workload  # what a step computes: device, sizes, model, memory policy
     max_steps: int
     lr: float  # peak learning rate
     warmup_steps: int

@@ -171,7 +171,7 @@ def test_a_step_has_few_micro_batches():
     assert fitting.decide(workload(*small), H200, 128 * GIB).accumulate == 4
     for devices in (2, 3, 8):
         work = replace(workload(*small, seq_len=3000), devices=devices)
-        assert {chosen.rows_per_step for chosen in fitting.merged(work)} == {work.rows_per_step}
+        assert {x.sequences_per_step for x in fitting.merged(work)} == {work.sequences_per_step}
 
 
 def test_the_smallest_change_fits():
