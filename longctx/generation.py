@@ -264,7 +264,7 @@ def continued(
 
     def choose(logits: Tensor) -> Tensor:
         refuse((not batch[0].tokens and logits.isnan().any(), problem))  # once: a GPU waits for it
-        return sampler(logits)
+        return sampler(logits[:, : batch[0].tokenizer.vocab_size])
 
     for tokens in continuations(decoder, ids, config.max_new_tokens, choose, ends):
         for text, token in zip(batch, tokens, strict=True):

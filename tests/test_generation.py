@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
+from tokenizers import decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import longctx
@@ -41,14 +42,15 @@ def generate(folder: Path, *arguments: str) -> int:
 
 
 def expected(folder: Path, prompt: str | list[dict[str, str]]) -> str:
-    """What transformers makes of a text, or of the messages of a chat."""
+    """What transformers makes of a text, or of the messages of a chat, by tokens with a text."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     text = prompt
     if not isinstance(prompt, str):
         text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
-    (out,) = model.generate(ids, do_sample=False, max_new_tokens=NEW, pad_token_id=0)
+    keys = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
+    (out,) = model.generate(ids, **keys, suppress_tokens=[*range(len(tokenizer), 300)])
     new = out[ids.shape[1] :]
     return str(tokenizer.decode(new[new != 0]))
 
@@ -98,6 +100,10 @@ def test_prompts_of_a_file_are_answered_in_their_order(folder, tmp_path):
         answers = [json.loads(line) for line in out.read_text().strip().split("\n")]
         assert [row["prompt"] for row in answers] == prompts
         assert [row["text"] for row in answers] == [expected(folder, x) for x in prompts]
+    file.write_text('{"prompt": "a rose"}\n{"prompt": "a rose", "messages": null}\n')
+    assert generate(folder, f"prompts={file}", f"out={out}", "chat=true") == 0
+    asked = [json.loads(line)["prompt"] for line in out.read_text().splitlines()]
+    assert asked == 2 * [[{"role": "user", "content": "a rose"}]]
 
 
 def test_a_chat_remembers_what_was_said(folder, capfd, monkeypatch):
@@ -160,22 +166,10 @@ def test_mistakes_are_one_line(folder, refused, tmp_path, capsys):
     (full := tmp_path / "full.jsonl").symlink_to("/dev/full")
     assert generate(folder, "prompt=a", f"out={full}") == 74
     assert capsys.readouterr().err.startswith(f"error: out={full}: No space left on device")
-
-
-def test_lines_that_are_no_prompts_are_named(folder, tmp_path, refused):
     file = tmp_path / "prompts.jsonl"
     for line in ("{", '{"text": "a"}', '{"messages": []}', '{"messages": [{"role": 1}]}'):
         file.write_text('{"prompt": "a"}\n\n' + line)
         refused(generate(folder, f"prompts={file}"), f"{file}:3")
-
-
-def test_chat_asks_every_prompt_of_a_file(folder, tmp_path):
-    """Also if its row has an empty field for messages."""
-    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    file.write_text('{"prompt": "a rose"}\n{"prompt": "a rose", "messages": null}\n')
-    assert generate(folder, f"prompts={file}", f"out={out}", "chat=true") == 0
-    asked = [json.loads(line)["prompt"] for line in out.read_text().splitlines()]
-    assert asked == 2 * [[{"role": "user", "content": "a rose"}]]
 
 
 @pytest.mark.parametrize(("before", "text"), [("a rose", " is a"), ("", "is a")])
@@ -185,10 +179,8 @@ def test_a_completion_keeps_the_space_before_it(before, text):
     model = tokenizers.models.WordLevel(vocabulary, unk_token="</s>")
     sentencepiece = tokenizers.Tokenizer(model)
     sentencepiece.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-    spaces = tokenizers.decoders.Replace("▁", " ")
-    first = tokenizers.decoders.Strip(" ", 1, 0)
-    fuse = tokenizers.decoders.Fuse()
-    sentencepiece.decoder = tokenizers.decoders.Sequence([spaces, fuse, first])
+    parts = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    sentencepiece.decoder = decoders.Sequence(parts)
     completion = Completion(Tokenizer(sentencepiece, "</s>"), [], before, before)
     for token in (1, 0):
         completion.add(token)

@@ -14,8 +14,8 @@ from longctx.config.fields import Group, key, positive
 # bring 1b at 65,536 tokens from 40.2 to 25.8 GiB; the step takes 2% longer (results/peers-1b.json)
 LOGITS = 2**29
 # Values with which a key does nothing
-OFF: Any = {"keep_every": 1, "mlp_tile": 0, "heads_at_once": 0, "attention_again": 0, "offload": 0}
-OFF |= {"offload_weights": 0, "recompute_share": 1}
+OFF: Any = {"keep_every": 1, "mlp_tile": 0, "heads_at_once": 0, "attention_again": 0.0}
+OFF |= {"offload": 0.0, "offload_weights": 0.0, "recompute_share": 1.0}
 NOTHING_TWICE: dict[str, Any] = {"recompute": "none", **OFF, "optimizer_state": "fp32"}
 POLICIES = {"fast": NOTHING_TWICE, "balanced": NOTHING_TWICE | {"recompute": "block"}}
 

@@ -26,7 +26,6 @@ from longctx import files
 from longctx.config import fields
 from longctx.config.train_config import TrainConfig
 from longctx.runs import checkpoint_index, metrics
-from longctx.runs.checkpoint_index import Damaged
 from longctx.runs.evaluations import read_evaluations, scores
 from longctx.runs.metrics import BY_POSITION, Record, Shown, duration, finite, number, shown
 from longctx.runs.metrics_file import read_records
@@ -292,7 +291,7 @@ class RunRecord:
         self.documents = ""
         # Files of data.path may change between two runs; a damaged checkpoint does not know
         for newest in checkpoints(folder)[-1:]:
-            with suppress(Damaged):
+            with suppress(ValueError):
                 self.documents = str(checkpoint_index.read(newest)["longctx"]["data"])
 
 

@@ -31,8 +31,10 @@ class Damaged(ValueError):
 
 def read(path: Path) -> dict[str, Any]:
     """Return the content of the JSON of the checkpoint at `path`; raise Damaged unless it is whole
-    and lists every file that holds slices.
+    and lists every file that holds slices, ValueError if there is none.
     """
+    if not path.exists():
+        raise ValueError(f"{path}: no such checkpoint; a run that trains deletes old ones; retry")
     if path.is_file():
         raise Damaged(path, "not a whole checkpoint, or written by an older longctx")
     try:
@@ -70,6 +72,7 @@ def verify(path: Path, reads: bool = True) -> None:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for name, is_same in zip(listed, pool.map(matches, listed), strict=True):
             if not is_same:
+                read(path)  # its run may have deleted it meanwhile
                 raise Damaged(path, f"damaged, the checksum of {name} differs")
 
 

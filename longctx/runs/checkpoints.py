@@ -86,8 +86,6 @@ def read(path: Path) -> dict[str, Any]:
     """Return the checkpoint at `path`, with `SlicedTensor` for tensors; ValueError if it is
     missing, damaged or of another version.
     """
-    if not path.exists():
-        raise ValueError(f"{path}: no such checkpoint")
     content = checkpoint_index.read(path)
     if content.get("format") != FORMAT:
         written = f"written in format {content.get('format')} by another version of longctx"

@@ -6,6 +6,7 @@ RULER has "ruler", tasks of lm-evaluation-harness have "results".
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from contextlib import suppress
@@ -33,14 +34,12 @@ def path_for(folder: Path, stem: str, keys: Content) -> Path:
     """Return the JSON in `folder` for the answer to `keys`, which decide the measurement."""
     # The file of that stem, or a numbered one if another request has taken the name
     keys = json.loads(json.dumps(keys))
-    path = folder / f"{stem}.json"
-    number = 1
+    path, numbers = folder / f"{stem}.json", itertools.count(2)
     while path.exists():
         with suppress(OSError, ValueError, AttributeError):  # not a file of ours: it stays
             if untrusted.read_json(path, SIZE, folder).get("asked") == keys:
                 break
-        number += 1
-        path = folder / f"{stem}-{number}.json"
+        path = folder / f"{stem}-{next(numbers)}.json"
     return path
 
 

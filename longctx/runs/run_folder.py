@@ -252,7 +252,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of a run, oldest first, damaged ones too. A folder without a JSON, or
-    with the JSON of another step than its name, is none: somebody copied or made it.
+    with the JSON of another step than its name, is none: somebody copied, made or deleted it.
     """
     paths = (folder / "checkpoints").glob("step-*.ckpt")
     return sorted((path for path in paths if _is_checkpoint(path)), key=step_of)
@@ -264,7 +264,7 @@ def step_of(path: Path) -> int:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    is_empty = path.is_dir() and not os.path.lexists(path / checkpoint_index.INDEX)
+    is_empty = not path.is_file() and not os.path.lexists(path / checkpoint_index.INDEX)
     if is_empty or not re.fullmatch(r"step-\d{8,}\.ckpt", path.name):
         return False
     try:

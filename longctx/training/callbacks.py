@@ -26,7 +26,7 @@ from longctx.training.train_step import TrainState
 from longctx.training.validation import scoring
 
 PROMPT_TOKENS = 16  # tokens of a document that serve as a prompt
-SAMPLE_TOKENS = 64
+NEW_TOKENS = 64
 TEMPERATURE = 0.8
 WINDOW = 128  # losses that a spike is compared with
 FEWEST_VALUES = 8  # with fewer nothing is a spike
@@ -221,10 +221,10 @@ class Samples(Callback):
         choose = Sampler([0], TEMPERATURE, seed=self.parts.run.config.seed)
         module = self.parts.state.module
         with scoring(module, self.parts.parallel), sharding.unsharded(module.model):
-            decoder = decoder_of(module.model, 1, len(prompt) + SAMPLE_TOKENS, graphs=False)
+            decoder = decoder_of(module.model, 1, len(prompt) + NEW_TOKENS, graphs=False)
             # On the CPU: with deterministic=true torch has no cumulative sum on a GPU
             tokens = continuations(
-                decoder, [prompt], SAMPLE_TOKENS, lambda logits: choose(logits.cpu())
+                decoder, [prompt], NEW_TOKENS, lambda x: choose(x[:, : tokenizer.vocab_size].cpu())
             )
             ids = [token[0] for token in tokens if token[0] is not None]
         ids = ids[: ids.index(tokenizer.eos_id)] if tokenizer.eos_id in ids else ids

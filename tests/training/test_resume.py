@@ -75,10 +75,13 @@ def test_a_finished_run_goes_on_with_more_steps(two_steps, refused, capsys):
     refused(train.main([f"resume={two_steps}"]), "is done after step 2")
     text = (file := two_steps / "tokenizer.json").read_text()
     file.unlink()
+    before = run_folder.read_config(two_steps)
     assert train.main([f"resume={two_steps}", "max_steps=5"]) == 0
     assert "max_steps or lr_schedule has changed" in capsys.readouterr().out  # the rate jumps
     assert [row["step"] for row in steps(two_steps)] == [1, 2, 3, 4, 5]
     assert file.read_text() == text
+    after = run_folder.read_config(two_steps)
+    assert [key for key in after if repr(after[key]) != repr(before[key])] == ["max_steps"]
 
 
 def test_a_run_that_still_trains_is_not_resumed(two_steps, refused, monkeypatch):
