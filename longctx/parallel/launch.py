@@ -171,7 +171,7 @@ def _follow(pids: dict[int, int], shared: Path) -> int:
         signal.setitimer(signal.ITIMER_REAL, 1e-3 if is_over else EXIT)
     if line:
         run = shared / RUN
-        advice = f"; {go_on(Path(run.read_text(encoding='utf-8')))}" if run.exists() else ""
+        advice = f"; {resuming(Path(run.read_text(encoding='utf-8')))}" if run.exists() else ""
         print(f"error: {line}{advice}", file=sys.stderr, flush=True)
     return code
 
@@ -192,12 +192,12 @@ def join(processes: Launched) -> None:
         system.end_with_parent(int(parent or os.getppid()), signal.SIGKILL)
 
 
-def go_on(folder: Path) -> str:
+def resuming(folder: Path) -> str:
     """Return how the run in `folder` continues: from its newest checkpoint."""
     # Another machine may not have the folder
     if folder.is_dir() and not checkpoints(folder):
         return "it has no checkpoint yet; start it anew"
-    return f"{system.typed_command()} resume {folder} goes on"
+    return f"{system.typed_command()} resume {folder} continues it"
 
 
 def number_here(environ: Mapping[str, str] = os.environ) -> int:

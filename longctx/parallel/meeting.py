@@ -24,7 +24,7 @@ from typing import NamedTuple, NoReturn
 import torch.distributed as dist
 
 from longctx.config.fields import refuse
-from longctx.parallel.launch import GRACE, LOOPBACK, RUN, TOLD, Launched, go_on
+from longctx.parallel.launch import GRACE, LOOPBACK, RUN, TOLD, Launched, resuming
 
 ARRIVAL_VARIABLE = "LONGCTX_ARRIVAL_SECONDS"
 ARRIVAL = 120.0  # seconds until all have arrived: torch alone takes 30 to import from a cold disk
@@ -112,7 +112,7 @@ class Meeting:
         # Rank 0 prints; rank 1 does if rank 0 is lost
         if not words and self.here.rank < 2:
             line = f"{other} of {self.launched.ranks} is gone, and the run with it"
-            _print(f"{line}; {go_on(self.folder)}" if self.folder else line)
+            _print(f"{line}; {resuming(self.folder)}" if self.folder else line)
         else:
             # torchrun ends all ranks as soon as one has ended, the printing one too
             time.sleep(GRACE / 2)

@@ -102,8 +102,8 @@ def go_back(checkpoint: Path, damaged: Mapping[Path, str], texts: Mapping[str, s
         aside = path.with_name(f"{path.name}.damaged")
         files.remove(aside)
         path.rename(aside)
-        goes_on = f"set aside as {aside.name}, the run goes on from {checkpoint}"
-        print(f"{path}: {damage}; {goes_on}", file=sys.stderr)
+        continues = f"set aside as {aside.name}, the run continues from {checkpoint}"
+        print(f"{path}: {damage}; {continues}", file=sys.stderr)
     if LOCK not in texts:
         (folder / LOCK).unlink(missing_ok=True)
     for file, text in texts.items():

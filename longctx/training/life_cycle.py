@@ -21,7 +21,7 @@ from longctx.config.train_config import TrainConfig
 from longctx.kernels import SelfTestFailed
 from longctx.model.mixers.description import mistake
 from longctx.parallel.devices import is_out_of_memory, this_machine, within_memory
-from longctx.parallel.launch import Launched, go_on, number_here
+from longctx.parallel.launch import Launched, number_here, resuming
 from longctx.parallel.mesh import Parallel, parallel_of
 from longctx.runs import run_folder
 from longctx.spec.hardware import Machine
@@ -143,7 +143,7 @@ class LifeCycle:
                 raise
             code = files.exit_code(error)
         finally:
-            # A notebook goes on in this process: the run's garbage must not stay for ever
+            # A notebook continues in this process: the run's garbage must not stay for ever
             gc.unfreeze()
             log.end(code)
 
@@ -173,6 +173,6 @@ class LifeCycle:
             return memory.explain(log.run.workload, log.steps_done, machine)
         if self.parallel.is_lost_connection(error):
             reason = str(error).splitlines()[0].partition(". ")[0]
-            return f"a process of the run does not answer ({reason}); {go_on(log.run.folder)}"
+            return f"a process of the run does not answer ({reason}); {resuming(log.run.folder)}"
         worker = lost_worker(error)
-        return None if worker is None else f"{worker}; {go_on(log.run.folder)}"
+        return None if worker is None else f"{worker}; {resuming(log.run.folder)}"

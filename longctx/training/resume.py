@@ -44,7 +44,7 @@ def continued(run: Run) -> Run:
         # A run that has ended says so; else it would train one step more
         validations = checkpoint["best"]["since"]
         is_over = config.patience is not None and validations >= config.patience
-        larger = "to go on, give a larger"
+        larger = "to continue, give a larger"
         ended = f"resume={folder}: the run has ended after {validations} validations without"
         patience = f"{ended} a lower loss; {larger} patience=, or patience=null"
         done = f"resume={folder}: the run is done after step {steps_done:,}; {larger} max_steps="

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from longctx.parallel import meeting
-from longctx.parallel.launch import go_on
+from longctx.parallel.launch import resuming
 from longctx.parallel.meeting import Arrival, misfit
 from longctx.runs import checkpoint_index, metrics_file, run_folder
 from tests.model.test_mixers import SHORT
@@ -147,11 +147,11 @@ def test_processes_that_do_not_fit_are_refused():
 
 
 def test_a_lost_run_continues_from_its_checkpoint(tmp_path):
-    assert "start it anew" in go_on(tmp_path)
+    assert "start it anew" in resuming(tmp_path)
     checkpoint = tmp_path / "checkpoints" / "step-00000005.ckpt"
     checkpoint.mkdir(parents=True)
     (checkpoint / checkpoint_index.INDEX).write_text('{"steps_done": 5}')
-    assert f"resume {tmp_path} goes on" in go_on(tmp_path)
+    assert f"resume {tmp_path} continues it" in resuming(tmp_path)
 
 
 @contextmanager
@@ -194,7 +194,7 @@ def check_ends(processes: Processes, pid: int, folder: Path) -> None:
     assert len(errors) == 1, errors
     assert str(pid) in errors[0], errors
     saved = run_folder.checkpoints(folder)
-    assert (f"resume {folder} goes on" if saved else "start it anew") in errors[0]
+    assert (f"resume {folder} continues it" if saved else "start it anew") in errors[0]
     while any(map(is_alive, everyone)):
         time.sleep(0.1)
 

@@ -160,7 +160,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside(trained, capsys):
     for line, path in zip(lines, (cut, flipped), strict=True):
         aside = path.with_name(f"{path.name}.damaged")
         assert line.startswith(f"{path}: ") and aside.is_dir()
-        assert aside.name in line and f"goes on from {whole}" in line
+        assert aside.name in line and f"continues from {whole}" in line
     assert figures(folder) == rows
     torch.testing.assert_close(weights(folder), straight, rtol=0, atol=0)
 
