@@ -135,8 +135,9 @@ class RunLog:
             self.say(f"stopped by {stopped_by} after step {self.steps_done:,}, saved")
         self.say("")
         # The next command depends on how the run ended
-        finished = code == 0 and self.steps_done >= self.run.max_steps
-        for line in closing_lines(self.run, self._kernels(), finished, self.steps_done):
+        steps, kernels = self.steps_done, self._kernels()
+        ended = f" max_steps={2 * steps}" if steps >= self.run.max_steps else " patience=null"
+        for line in closing_lines(self.run, kernels, "" if code else ended, steps):
             self.say(line)
 
     def _kernels(self) -> dict[str, str]:
@@ -167,9 +168,9 @@ def brief(row: Record) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def closing_lines(run: Run, kernels: dict[str, str], finished: bool, steps: int) -> list[str]:
-    """Return the results of a run after `steps`, its folder, and the next commands. `finished`: it
-    has done all its steps.
+def closing_lines(run: Run, kernels: dict[str, str], more: str, steps: int) -> list[str]:
+    """Return the results of a run after `steps`, its folder, and the next commands: `more` goes to
+    the one that resumes it.
     """
     folder, config = run.folder, run.config
     rows = metrics_file.read(folder)
@@ -187,7 +188,6 @@ def closing_lines(run: Run, kernels: dict[str, str], finished: bool, steps: int)
     if checkpoints(folder):
         named = [plugins.as_typed(config.plugins)] if config.plugins else []
         path = " ".join([shlex.quote(str(folder)), *named])
-        more = f" max_steps={2 * steps}" if finished else ""
         text = f"chat {path}" if config.data.chat else f"generate {path} prompt='Once upon a time'"
         commands = {"evaluate": f"eval {path}", "write text": text}
         commands["train on"] = f"resume {path}{more}"

@@ -37,7 +37,7 @@ def test_a_new_metric_is_on_the_terminal(run):
     assert "2,000.0 pages/h" in brief(ROWS[1])
     assert "gate a at 3 7.5" in brief(ROWS[1])
     ended = replace(sample_run(TrainConfig()), folder=run)
-    assert any("2,500.0 pages/h (median)" in x for x in closing_lines(ended, {}, False, steps=3))
+    assert any("2,500.0 pages/h (median)" in x for x in closing_lines(ended, {}, "", steps=3))
     headings, (cells,) = sweep_table([Job(["seed=1"], 0, run)])
     assert dict(zip(headings, cells, strict=True))["reading\n(pages/h)"] == "2,500.0"
 

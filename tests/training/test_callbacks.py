@@ -110,6 +110,7 @@ def test_patience_ends_a_run(trained, refused, capsys):
     folder = trained(lr=1e-30, min_lr_ratio=0, max_steps=30, patience=3, **EVERY)
     printed = capsys.readouterr().out
     assert "ended after step 4: 3 validations without a lower loss" in printed
+    assert printed.endswith(f"resume {folder} patience=null\n")
     assert names(folder) == ["step-00000004"]
     refused(train.main([f"resume={folder}"]), "give a larger patience=")
     assert train.main([f"resume={folder}", "patience=5", "max_steps=9"]) == 0

@@ -46,13 +46,13 @@ def run(folder: Path) -> Path:
 def test_the_closing_table_says_what_to_type_next(tmp_path):
     folder = run(tmp_path / "r[b]")
     ended = replace(sample_run(TrainConfig()), folder=folder)
-    text = "\n".join(closing_lines(ended, {"flash": "triton-portable"}, finished=True, steps=9))
+    text = "\n".join(closing_lines(ended, {"flash": "triton-portable"}, " max_steps=18", steps=9))
     parts = ["8,000.00 → 150.00", "9.0000 → 6.0000", "40.0%", "4.50 GiB", "flash: triton-portable"]
     commands = f"resume '{folder}' max_steps=18", f"eval '{folder}'"
     parts += [f"{typed_command()} {command}" for command in commands]
     assert [part for part in parts if part not in text] == []
     config = TrainConfig(data=DataConfig(chat=True), plugins=["my.py"])
-    stopped = "\n".join(closing_lines(replace(ended, config=config), {}, finished=False, steps=12))
+    stopped = "\n".join(closing_lines(replace(ended, config=config), {}, more="", steps=12))
     assert ["steps", "12"] in [line.split() for line in stopped.splitlines()]
     assert "max_steps" not in stopped and "810" not in stopped  # tokens after step 9
     assert f"chat '{folder}'" in stopped
