@@ -8,7 +8,8 @@ only when it is complete.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,16 +66,24 @@ def export(
     write = model_folder.format_of(model.config).writer(
         model, tokenizers, generation, context, dtype, shard_bytes
     )
-    # A reader never sees half a model: the folder is renamed to `out` when it is whole
+    with new_folder(out) as folder:
+        write(folder)
+        write_json(folder / "generation_config.json", generation)
+        for path in filter(Path.is_file, map(tokenizers.joinpath, TOKENIZER_FILES)):
+            text = untrusted.read_text(path, untrusted.TOKENIZER_SIZE, within=tokenizers)
+            (folder / path.name).write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Make a folder that is renamed to `out` when the block ends: nobody reads half a model.
+    OSError if it cannot be written.
+    """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with files.atomic(out) as folder:
             folder.mkdir()
-            write(folder)
-            write_json(folder / "generation_config.json", generation)
-            for path in filter(Path.is_file, map(tokenizers.joinpath, TOKENIZER_FILES)):
-                text = untrusted.read_text(path, untrusted.TOKENIZER_SIZE, within=tokenizers)
-                (folder / path.name).write_text(text, encoding="utf-8")
+            yield folder
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OSError(f"{out}: cannot be written: {reason}") from error
@@ -222,8 +231,39 @@ def export_adapter(
     """Write the adapter of `model` to the new folder `out` as peft reads it.
 
     `base` names the model of the frozen weights, `revision` its commit at the Hub. `architecture`
-    is the config.json to open it with, if its own will not do, such as for stretched positions.
-    `in_wrapper`: the model is the text model of a multimodal one.
+    is its config.json with stretched positions. `in_wrapper`: it is a multimodal model's text one.
+    """
+    tensors, paths, parameters = additions(model, in_wrapper)
+    warn_of_not_finite(not_finite(tensors))
+    # Next to experts, peft takes a layer of one of these names for a part of the experts' tensors
+    has_experts = model.config.experts.count or any(x.ndim > 2 for x in model.parameters())
+    fused = sorted(path for path in paths if has_experts and path.rpartition(".")[2] in FUSED)
+    adapter: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "revision": revision,
+        "r": config.rank,
+        "lora_alpha": config.scaling * (config.rank or 1),
+        "use_rslora": config.rslora,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted({path.rpartition(".")[2] for path in paths if path not in fused}),
+        "target_parameters": [*parameters, *(f"{path}.weight" for path in fused)],
+    }
+    with new_folder(out) as folder:
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        files.as_umask_allows(folder / "adapter_model.safetensors")
+        write_json(folder / "adapter_config.json", adapter)
+        if architecture is not None:
+            write_json(folder / "config.json", architecture)
+
+
+def additions(model: GPT, in_wrapper: bool) -> tuple[dict[str, Tensor], list[str], list[str]]:
+    """Return the tensors of an adapter, the layers that have one, and the parameters of experts;
+    ValueError for a layer that peft does not adapt.
     """
     tensors: dict[str, Tensor] = {}
     merged = "leave adapter out to write the merged model"
@@ -254,35 +294,7 @@ def export_adapter(
             # safetensors refuses tensors that share memory, as copies of A would
             tensors[f"base_model.model.{name}.lora_A.weight"] = layer.lora_a.detach().clone()
             tensors[f"base_model.model.{name}.lora_B.weight"] = lora_b.detach().clone()
-
-    warn_of_not_finite(not_finite(tensors))
-    # Next to experts, peft takes a layer of one of these names for a part of the experts' tensors
-    has_experts = model.config.experts.count or any(x.ndim > 2 for x in model.parameters())
-    fused = sorted(path for path in paths if has_experts and path.rpartition(".")[2] in FUSED)
-    adapter: dict[str, Any] = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "revision": revision,
-        "r": config.rank,
-        "lora_alpha": config.scaling * (config.rank or 1),
-        "use_rslora": config.rslora,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "target_modules": sorted({path.rpartition(".")[2] for path in paths if path not in fused}),
-        "target_parameters": [*parameters, *(f"{path}.weight" for path in fused)],
-    }
-    # The folder is renamed to `out` when it is whole
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with files.atomic(out) as folder:
-        folder.mkdir()
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        files.as_umask_allows(folder / "adapter_model.safetensors")
-        write_json(folder / "adapter_config.json", adapter)
-        if architecture is not None:
-            write_json(folder / "config.json", architecture)
+    return tensors, paths, parameters
 
 
 def _of_experts(name: str, piece: Piece, layers: dict[str, Any]) -> tuple[str, str, Tensor]:

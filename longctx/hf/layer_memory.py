@@ -61,8 +61,7 @@ def _recomputed(documents: Documents, function: Callable[..., Any], *inputs: Any
         return _Kept.apply(q, k, v, scores.sinks, scores, *others, outputs, is_again)
 
     def contexts() -> Any:
-        first = documents.attending(partial(attend, False), mask_of)
-        return first, documents.attending(partial(attend, True), mask_of)
+        return [documents.attending(partial(attend, again), mask_of) for again in (False, True)]
 
     return checkpoint(
         function, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=False

@@ -120,8 +120,5 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 def warn_of_not_finite(name: str | None) -> None:
     """Print a warning that the tensor `name`, if any, is written with NaN or infinity in it."""
     if name is not None:
-        print(
-            f"warning: {name} has numbers that are not finite: the weights are damaged, or, with "
-            "dtype=fp16, larger than the 65,504 that it can hold",
-            file=sys.stderr,
-        )
+        why = "the weights are damaged, or with dtype=fp16 larger than the 65,504 that it holds"
+        print(f"warning: {name} has numbers that are not finite: {why}", file=sys.stderr)

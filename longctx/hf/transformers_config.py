@@ -43,12 +43,10 @@ class TransformersConfig(GPTConfig):
         raise ValueError(f"model.vocab_size={size}: {THEIRS}, with its own vocabulary; leave it")
 
     def with_layers(self, chosen: Sequence[int]) -> Self:
-        cut = {
-            key: [value[layer] for layer in chosen]
-            if isinstance(value, list) and len(value) == self.layers
-            else value
-            for key, value in self.settings.items()
-        }
+        cut = self.settings
+        for name, value in cut.items():
+            if isinstance(value, list) and len(value) == self.layers:
+                cut[name] = [value[layer] for layer in chosen]
         own = self.transformers | {"config": cut | {"num_hidden_layers": len(chosen)}}
         return replace(super().with_layers(chosen), transformers=own)
 

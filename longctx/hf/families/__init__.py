@@ -43,7 +43,7 @@ OF_FILES = {"auto_map", "quantization_config", "torch_dtype", "transformers_vers
 
 
 def read_model(folder: str | Path) -> tuple[Family, GPTConfig]:
-    """The family and the model of `folder`/config.json.
+    """Return the family and the model of `folder`/config.json.
 
     transformers 5 writes rope_parameters, older ones rope_theta; both are read. Raises ValueError
     or FileNotFoundError naming the first key and value that GPT does not cover.
@@ -64,7 +64,7 @@ def read_model(folder: str | Path) -> tuple[Family, GPTConfig]:
 
 
 def read_config(folder: str | Path, by_transformers: str = "auto") -> GPTConfig:
-    """The model of `folder`/config.json. `by_transformers` says if transformers computes it:
+    """Return the model of `folder`/config.json. `by_transformers` says if transformers computes it:
     "auto", if no family here has its model_type; "always"; "never".
 
     Raises ValueError or FileNotFoundError naming the first key and value that is not covered.
@@ -93,9 +93,8 @@ def asked_of(request: Any, run: Path | None = None) -> str:
 def _text_model(folder: str | Path) -> ConfigJson:
     file = Path(folder) / "config.json"
     if not os.path.lexists(file):
-        raise FileNotFoundError(
-            f"{file}: no such file; give a folder with config.json and safetensors"
-        )
+        remedy = "give a folder with config.json and safetensors"
+        raise FileNotFoundError(f"{file}: no such file; {remedy}")
     return ConfigJson(file, untrusted.read_settings(file)).text_model()
 
 
@@ -118,7 +117,8 @@ def write_config(config: GPTConfig, context: int) -> dict[str, Any]:
     sizes = FAMILIES["llama"].sizes.values()
     usual = vars(GPTConfig()) | {key: getattr(config, key) for key in ("source", *sizes)}
     named = [f"model.{key}={shown(x)}" for key, x in vars(config).items() if x != usual.get(key, x)]
-    raise ValueError(f"no class of transformers has all of this model: {', '.join(named)}")
+    problem = f"no class of transformers has all of this model: {', '.join(named)}"
+    raise ValueError(f"{problem}; generate, chat and eval take the run itself")
 
 
 def _candidates(config: GPTConfig) -> Iterator[tuple[Family, dict[str, Any]]]:
@@ -129,11 +129,7 @@ def _candidates(config: GPTConfig) -> Iterator[tuple[Family, dict[str, Any]]]:
         yield from ((FAMILIES[name], FAMILIES[name].write_new(config)) for name in names)
         return
     family = FAMILIES[config.source["model_type"]]
-    kept = {
-        key: value
-        for key, value in config.source.items()
-        if key not in OF_FILES and not key.startswith("_")
-    }
+    kept = {x: y for x, y in config.source.items() if not (x in OF_FILES or x.startswith("_"))}
     kept |= {"architectures": [f"{family.class_name}ForCausalLM"], **family.changed(config)}
     yield family, dict(kept)
     # The run may have stretched its positions

@@ -80,7 +80,7 @@ class ConfigJson(dict[str, Any]):
 
     @property
     def rope_key(self) -> str:
-        """The key that holds RoPE's parameters: the older one comes first, as in transformers."""
+        """Return the key of RoPE's parameters: the older one comes first, as in transformers."""
         return "rope_scaling" if self.get("rope_scaling") else "rope_parameters"
 
     def rope(self) -> tuple[float, dict[str, Any]]:
@@ -113,7 +113,7 @@ class ConfigJson(dict[str, Any]):
         return theta, scaling
 
     def rotary_share(self, is_covered: bool) -> float:
-        """The share of a head's channels that rotate; all, unless `is_covered`."""
+        """Return the share of a head's channels that rotate; all, unless `is_covered`."""
         place, rope = self.rope_key, self.get(self.rope_key) or {}
         value, shown = self.get(SHARE), SHARE
         if rope.get("rope_type") == "proportional":
@@ -136,10 +136,8 @@ class ConfigJson(dict[str, Any]):
         for key, value in self.items():
             known = key in read or key in harmless or key in covered or key.startswith("_")
             if not known and value is not None:
-                raise self.error(
-                    f"{key}={_short(value)} is not covered yet; "
-                    "take the key out if the model computes the same without it"
-                )
+                problem = f"{key}={_short(value)} is not covered yet"
+                raise self.error(f"{problem}; take it out if the model computes the same without")
 
     def refuse_unless(self, key: str, value: Any, covered: tuple[Any, ...]) -> None:
         """Raise unless `value` of `key` is one of those `covered`."""
@@ -149,7 +147,7 @@ class ConfigJson(dict[str, Any]):
             raise self.error(f"{problem}, but transformers=always may compute it")
 
     def error(self, message: str) -> ValueError:
-        """A ValueError that begins with the file."""
+        """Return a ValueError that begins with the file."""
         return ValueError(f"{self.file}: {message}")
 
     def above_0(self, key: str, value: Any, default: Any = None) -> Any:

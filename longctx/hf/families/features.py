@@ -97,10 +97,9 @@ class Qwen2(UpperWindows):
         first = (splitting.get("pretokenizers") or [{}])[0]
         pattern = (first.get("pattern") or {}).get("Regex")
         if pattern != QWEN2_SPLIT or described.get("normalizer") != {"type": "NFC"}:
-            raise ValueError(
-                f"{file}: does not normalize and split text as Qwen2 does, but transformers opens "
-                "a model with model.qkv_bias=true so: its tokens would be others"
-            )
+            problem = "does not normalize and split text as Qwen2 does, but transformers opens"
+            problem += " a model with model.qkv_bias=true so: its tokens would be others"
+            raise ValueError(f"{file}: {problem}")
 
 
 class Paired(Family):
