@@ -57,21 +57,21 @@ def _load(argument: str, expected: str) -> str:
     return f"{path}{HASH}{digest}"
 
 
-def check_named(recorded: Any, given: Sequence[str] | None, place: Path) -> None:
-    """Raise ValueError if the file or run at `place` names plugins and the command line has no
+def check_named(recorded: Any, given: Sequence[str] | None, source: Path) -> None:
+    """Raise ValueError if the file or run `source` names plugins and the command line has no
     plugins=. `given` are those of the command line, as `load` returns them.
 
     Warn if one has changed since it was recorded.
     """
     recorded = recorded if isinstance(recorded, list) else [recorded] if recorded else []
-    problem = f"{place}: names plugins, which run only if you name them too: add"
+    problem = f"{source}: names plugins, which run only if you name them too: add"
     remedy = f"{as_typed(recorded)}, or plugins=[] to go without"
     refuse((recorded and given is None, f"{problem} {remedy}"))
     entries = [str(entry).partition(HASH) for entry in recorded]
     known = {digest: Path(path).name for path, _, digest in entries if digest}
     for path, _, digest in (entry.partition(HASH) for entry in given or ()):
         if Path(path).name in known.values() and digest not in known:
-            print(f"warning: plugins={path}: changed since {place} recorded it", file=sys.stderr)
+            print(f"warning: plugins={path}: changed since {source} recorded it", file=sys.stderr)
 
 
 def as_typed(recorded: Sequence[Any]) -> str:

@@ -55,7 +55,7 @@ class StopSignal:
 
     @property
     def name(self) -> str:
-        """Such as SIGTERM."""
+        """Return its name, such as SIGTERM."""
         return signal.Signals(self.number or signal.SIGINT).name
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:

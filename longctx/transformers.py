@@ -112,7 +112,7 @@ def attend(
     backend: str = "flash",
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query (B, H, T, D), key and value (B, Hkv, Tk, D or less)
+    """Attend as transformers calls it: query (B, H, T, D), key and value (B, Hkv, Tk, D or less)
     → (B, T, H, width of value). Raises ValueError for what would silently be left out.
     """
     refuse((dropout, f"attention_dropout={dropout}: longctx has none; set it to 0"))

@@ -128,7 +128,7 @@ class AttentionConfig(Group):
 
     @property
     def description(self) -> Description:
-        """The description of the backend; of a fused kernel if no imported module has it."""
+        """Return the description of the backend; of a fused kernel if no imported module has it."""
         return CHOICES.get(self.backend, Description())
 
     def of_window(self, window: int | None) -> AttentionConfig:

@@ -462,7 +462,7 @@ def attention(
     key_bias: Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """Exact softmax attention: q (B, Tq, Hq, D), k and v (B, Tk, Hkv, D) → out like q.
+    """Compute exact softmax attention: q (B, Tq, Hq, D), k and v (B, Tk, Hkv, D) → out like q.
 
     Hq is a multiple of Hkv (grouped-query). fp32, bf16, fp16; any strides; any length from 1 up.
     `mask` defaults to `Mask.causal()`, `scale` to D**-0.5. Autocast casts the inputs first.

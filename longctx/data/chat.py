@@ -217,11 +217,11 @@ class Template:
     def conversations(self, rows: NamedRows) -> Iterator[Document]:
         """Write the conversation of each row as text, with the assistant's spans.
 
-        Raises ValueError, which begins with the place, if a row is no conversation, or if the
+        Raises ValueError, which begins with the location, if a row is no conversation, or if the
         assistant's part cannot be told apart.
         """
-        for name, place, row in rows:
-            with untrusted.named(place):
+        for name, location, row in rows:
+            with untrusted.named(location):
                 messages, tools = self._read(row)
                 problem = "no message of the assistant to learn; leave it out"
                 refuse((not any(map(is_learned, messages)), problem))
@@ -247,9 +247,9 @@ class Template:
         refuse((not spans, "the completion has no text of the assistant's"))
         return Document(name, text, spans)
 
-    def prompt(self, place: str, row: Row) -> str:
+    def prompt(self, location: str, row: Row) -> str:
         """Write the conversation up to the beginning of the assistant's next message."""
-        with untrusted.named(place):
+        with untrusted.named(location):
             return self.render(*self._read(row), prompt=True).text
 
     def _read(self, row: Row) -> tuple[list[Message], Any]:
@@ -261,12 +261,12 @@ class Template:
         wrong = "'chat_template_kwargs' must be an object"
         refuse((not isinstance(self.values, dict), wrong))
         parts = [(f"message {number}", message) for number, message in enumerate(messages, 1)]
-        for place, content in (*parts, ("tools", tools), ("chat_template_kwargs", self.values)):
+        for part, content in (*parts, ("tools", tools), ("chat_template_kwargs", self.values)):
             # A Hub data set has dates, which JSON does not know.
             text = json.dumps(content, ensure_ascii=False, default=str)
             # As text of a user it would end the turn, and open one of the assistant's.
             for token in self.special:
-                refuse((token in text, f"{place} contains the special token {token}; take it out"))
+                refuse((token in text, f"{part} contains the special token {token}; take it out"))
         return messages, tools
 
     def _write(self, name: str, messages: Sequence[Message], tools: Any) -> Document:

@@ -441,8 +441,8 @@ def _tokenized(name: str, config: DataConfig, corpus: Corpus, tokenizer: Tokeniz
     """Open the documents of one source in tokens of `tokenizer`."""
 
     def write(folder: Path) -> None:
-        place = f"data.path={config.path}" if config.paths() else f"data={config.source}"
-        build(folder, place, corpus, tokenizer, config)
+        setting = f"data.path={config.path}" if config.paths() else f"data={config.source}"
+        build(folder, setting, corpus, tokenizer, config)
 
     key = fingerprint([FORMAT, _identity(config, corpus), tokenizer.fingerprint])
     with _named(name):

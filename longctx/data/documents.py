@@ -17,7 +17,7 @@ from longctx.data.messages import Row
 from longctx.untrusted import named
 
 Span = tuple[int, int]  # characters first .. end - 1
-NamedRows = Iterator[tuple[str, str, Row]]  # name of the document, place for messages, row
+NamedRows = Iterator[tuple[str, str, Row]]  # name of the document, location for messages, row
 
 
 class Document(NamedTuple):

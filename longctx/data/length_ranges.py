@@ -37,16 +37,16 @@ def length_ranges(config: DataConfig) -> list[Range]:
     """Return the ranges of data.lengths in ascending order; raise ValueError for a wrong one."""
     ranges = []
     for name, given in config.lengths.items():
-        place, match = f"data.lengths.{name}", _RANGE.fullmatch(str(name))
-        problem = f"{place}={given}: {name} is no range of tokens; give one such as 8k-32k or 128k-"
+        key, match = f"data.lengths.{name}", _RANGE.fullmatch(str(name))
+        problem = f"{key}={given}: {name} is no range of tokens; give one such as 8k-32k or 128k-"
         bounds = match.groups() if match else (None, None)
         refuse((bounds == (None, None), problem))
         texts = zip(bounds, (0, sys.maxsize), strict=True)
-        first, end = (typed(place, text or default, _TOKENS) for text, default in texts)
+        first, end = (typed(key, text or default, _TOKENS) for text, default in texts)
         refuse((first >= end, problem))
-        weight = typed(place, given, _WEIGHT)
+        weight = typed(key, given, _WEIGHT)
         advice = "above 0 to 10^6; data.min_tokens and data.max_tokens leave documents out"
-        refuse((not 0 < weight <= 1e6, f"{place}={given}: {advice}"))
+        refuse((not 0 < weight <= 1e6, f"{key}={given}: {advice}"))
         ranges.append(Range(first, end, weight))
     for before, after in pairwise(sorted(ranges)):
         problem = f"data.lengths: two ranges have documents of {after.first:,} tokens"

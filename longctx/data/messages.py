@@ -113,24 +113,24 @@ def _with_object(call: Any) -> Any:
     return call
 
 
-def _checked(place: str, message: Any) -> Message:
+def _checked(location: str, message: Any) -> Message:
     """Return a message with its text parts joined; raise ValueError for a mistake that most
     templates would take as it is.
     """
     has_role = isinstance(message, dict) and isinstance(message.get("role"), str)
-    refuse((not has_role, f"{place} must be an object with a role"))
+    refuse((not has_role, f"{location} must be an object with a role"))
     content, train, weight = (message.get(key) for key in ("content", "train", "weight"))
     if isinstance(content, list):
         parts = [part if isinstance(part, dict) else {} for part in content]
         are_texts = all(x.get("type") == "text" and isinstance(x.get("text"), str) for x in parts)
-        refuse((not are_texts, f"{place}: 'content' must be text or text parts"))
+        refuse((not are_texts, f"{location}: 'content' must be text or text parts"))
         content = "".join(part["text"] for part in parts)
         message = {**message, "content": content}
     has_text = isinstance(content, str) or (content is None and message.get("tool_calls"))
-    refuse((not has_text, f"{place} must have its text in 'content'"))
-    whole = f"{place}: weight={weight}: a message is learned or not; give 0 or 1"
+    refuse((not has_text, f"{location} must have its text in 'content'"))
+    whole = f"{location}: weight={weight}: a message is learned or not; give 0 or 1"
     refuse((weight not in (None, 0, 1), whole))
-    refuse((not isinstance(train, bool | None), f"{place}: train={train}: give true or false"))
+    refuse((not isinstance(train, bool | None), f"{location}: train={train}: give true or false"))
     return message
 
 

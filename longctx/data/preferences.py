@@ -42,7 +42,7 @@ Write = Callable[[str, Any, Any, Any], Document]
 
 
 def documents(rows: NamedRows, config: DataConfig, template: Template | None) -> Iterator[Document]:
-    """Read the document of each (name, place for messages, row); raise ValueError, one line, for
+    """Read the document of each (name, location for messages, row); raise ValueError, one line, for
     a row of another format.
     """
     kind = str if template is None else list
@@ -52,11 +52,13 @@ def documents(rows: NamedRows, config: DataConfig, template: Template | None) ->
             return template.answered(name, prompt, answer, tools)
         return Document(name, prompt + answer, [(len(prompt), len(prompt) + len(answer))])
 
-    checked = ((name, place, _checked(place, row, config, kind)) for name, place, row in rows)
+    checked = (
+        (name, location, _checked(location, row, config, kind)) for name, location, row in rows
+    )
     yield from (_pairs if config.preferences == "pairs" else _labels)(checked, write)
 
 
-def _checked(place: str, row: Row, config: DataConfig, kind: type) -> Row:
+def _checked(location: str, row: Row, config: DataConfig, kind: type) -> Row:
     """Return the row without what is null, its texts encodable and each of type `kind`."""
     has_pairs = config.preferences == "pairs"
     answers = ("chosen", "rejected") if has_pairs else ("completion",)
@@ -66,27 +68,27 @@ def _checked(place: str, row: Row, config: DataConfig, kind: type) -> Row:
         row.pop("prompt")
     found = ", ".join(list(row)[:8])
     for key in answers if has_pairs else ("prompt", *answers, "label"):
-        refuse((key not in row, f"{place}: no field '{key}' (found {found})"))
+        refuse((key not in row, f"{location}: no field '{key}' (found {found})"))
     expected = "a list of messages" if kind is list else "a string; else data.chat=true"
     for key in ("prompt", *answers):
         is_wrong = key in row and not isinstance(row[key], kind)
-        refuse((is_wrong, f"{place}: '{key}' must be {expected}"))
+        refuse((is_wrong, f"{location}: '{key}' must be {expected}"))
     for key in ("system", "chat_template_kwargs"):
-        refuse((bool(row.get(key)), f"{place}: '{key}' is not read; put it into 'prompt'"))
+        refuse((bool(row.get(key)), f"{location}: '{key}' is not read; put it into 'prompt'"))
     refuse(
-        (not all(row[key] for key in answers), f"{place}: an answer is empty; leave it out"),
-        (row.get("label", True) not in (True, False), f"{place}: 'label' must be true or false"),
+        (not all(row[key] for key in answers), f"{location}: an answer is empty; leave it out"),
+        (row.get("label", True) not in (True, False), f"{location}: 'label' must be true or false"),
     )
     return row
 
 
 def _pairs(rows: NamedRows, write: Write) -> Iterator[Document]:
-    for name, place, row in rows:
+    for name, location, row in rows:
         # Published sets have such rows, which teach nothing: they are left out and counted
         if row["chosen"] == row["rejected"]:
             yield Document(name, "")
             continue
-        with named(place):
+        with named(location):
             prompt, chosen, rejected = _with_prompt(row)
             first = write(name, prompt, chosen, row.get("tools"))
             second = write(name, prompt, rejected, row.get("tools"))
@@ -114,10 +116,10 @@ def _labels(rows: NamedRows, write: Write) -> Iterator[Document]:
     """Write each answer beside the one of the row before; the first one's is of the second row."""
     first = list(islice(rows, 2))
     if len(first) == 1:
-        _, place, _ = first[0]
-        raise ValueError(f"{place}: the only answer; KTO compares it with another, give more")
-    for (*_, before), (name, place, row) in pairwise(chain(first[1:], first, rows)):
-        with named(place):
+        _, location, _ = first[0]
+        raise ValueError(f"{location}: the only answer; KTO compares it with another, give more")
+    for (*_, before), (name, location, row) in pairwise(chain(first[1:], first, rows)):
+        with named(location):
             own = write(name, row["prompt"], row["completion"], row.get("tools"))
             other = write(name, row["prompt"], before["completion"], row.get("tools"))
         side = CHOSEN if row["label"] else REJECTED

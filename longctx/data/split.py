@@ -68,7 +68,7 @@ def by_hash(stores: Sequence[Store], fractions: Mapping[str, float | None]) -> l
     trained = np.where(validates[text], 0, lengths)
     # Few long texts leave too little: the end of the longest validates, or one conversation
     is_in_one_store = in_store.sum(axis=1) == 1
-    for number, (place, store) in enumerate(zip(fractions, stores, strict=True)):
+    for number, (prefix, store) in enumerate(zip(fractions, stores, strict=True)):
         own = np.flatnonzero(owner == number)
         others = own[(trained[own] > 0) & is_in_one_store[text[own]]]
         if missing[number] > wanted[number] / 2 and len(others):
@@ -83,8 +83,8 @@ def by_hash(stores: Sequence[Store], fractions: Mapping[str, float | None]) -> l
                 end = max(SHORTEST, length * int(missing[number]) // size)
                 trained[text == text[longest]] = max(SHORTEST, length - end)
         is_unsplit = wanted[number] and (trained[own] == lengths[own]).all()
-        key = f"{place}.val_fraction"
-        value = "null" if fractions[place] is None else fractions[place]
+        key = f"{prefix}.val_fraction"
+        value = "null" if fractions[prefix] is None else fractions[prefix]
         shared = "" if is_in_one_store[text[own]].all() else ", or in other sources of the mix too"
         problem = f"{key}={value}: cannot split {len(own)} document(s), all alike or too short"
         advice = f"give more documents, or {key}=0 to train without validation"

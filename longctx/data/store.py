@@ -148,13 +148,13 @@ def progress(task: str, total: int | None = None) -> Iterator[Callable[[int, int
 
 
 def build(
-    folder: Path, place: str, corpus: Corpus, tokenizer: Tokenizer, config: DataConfig
+    folder: Path, setting: str, corpus: Corpus, tokenizer: Tokenizer, config: DataConfig
 ) -> None:
     """Tokenize every document into `folder`, with the hash of its text.
 
     Documents without text or without a token to predict are left out and counted. If `config` reads
     conversations or answers, a column `scored` marks their learned tokens and their side. Raises
-    ValueError, which begins with `place`, if no document is left.
+    ValueError, which begins with `setting`, if no document is left.
     """
     has_answers = has_marks(config)
     # Two bytes a token where they suffice, as in the files of nanoGPT and Megatron
@@ -194,7 +194,7 @@ def build(
             shortened += sum(document.shortened for document in batch)
             show(documents, tokens)
     missing = "two different answers" if config.preferences else "a token to predict"
-    refuse((not keys, f"{place}: none of {documents:,} documents has {missing}; give others"))
+    refuse((not keys, f"{setting}: none of {documents:,} documents has {missing}; give others"))
     hashes, own = (np.frombuffer(b"".join(x), np.uint8).reshape(-1, 16) for x in (keys, texts))
     dropped = documents - len(keys)
     counts: Any = {"dropped": dropped, "shortened": shortened}

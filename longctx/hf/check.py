@@ -61,7 +61,7 @@ class Trial:
 
     @property
     def attention(self) -> AttentionConfig:
-        """The backend, and its score function if there is one."""
+        """Return the backend, and its score function if there is one."""
         return AttentionConfig(self.backend, {} if self.score == "none" else {"score": self.score})
 
     @property

@@ -36,7 +36,7 @@ class TransformersConfig(GPTConfig):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Its config.json."""
+        """Return its config.json."""
         return dict(self.transformers["config"])
 
     def with_vocabulary(self, size: int) -> GPTConfig:

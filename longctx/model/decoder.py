@@ -83,7 +83,7 @@ class Decoder:
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Logits (B, V) after each of the `prompts`, with one token at least each."""
+        """Return logits (B, V) after each of the `prompts`, with one token at least each."""
         # The lm_head is cast once, not for every token; a graph reads this tensor
         head = self.model.lm_head_weight.to(self.dtype)
         self.head: Tensor = head if self.graph is None else self.head.copy_(head)
@@ -146,7 +146,7 @@ class Decoder:
         return logits
 
     def _one_token(self) -> Tensor:
-        """Logits after `tokens`; waits for nothing, and reads nothing that changes but tensors."""
+        """Return logits after `tokens`; wait for nothing, read nothing that changes but tensors."""
         positions = self.ends[:, None]
         angles = self.model.ropes.per_layer(lambda rope: self.angles.get(rope) or rope(positions))
         starts, last = torch.arange(self.sequences, device=self.device), positions.int()
@@ -203,11 +203,11 @@ def decoder_of(model: GPT, sequences: int, length: int, graphs: bool | None = No
 def continuations(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
-    most: int,
+    limit: int,
     choose: Callable[[Tensor], Tensor],
     ends: Collection[int] = (),
 ) -> Iterator[list[int | None]]:
-    """Yield the next token of each prompt, `most` times; None if a token of `ends` has ended it.
+    """Yield the next token of each prompt, `limit` times; None if a token of `ends` has ended it.
 
     `choose` picks tokens (B,) from logits (B, V). It stops early if all have ended; without
     `ends` it never does, as ranks that compute together need it. A GPU computes the next step
@@ -215,8 +215,8 @@ def continuations(
     """
     logits, going = decoder.prefill(prompts), [True] * len(prompts)
     copied = torch.cuda.Event() if decoder.device.type == "cuda" else None
-    for n in range(most):
-        tokens, last = choose(logits), n + 1 == most
+    for n in range(limit):
+        tokens, last = choose(logits), n + 1 == limit
         # Into page-locked memory, and waited for alone: not for the step that follows it
         arrived = tokens.to("cpu", non_blocking=True)
         if copied is not None:
@@ -253,7 +253,7 @@ class Sampler:
         self.random = [random.Random(f"sample {self.seed} {number}") for number in self.numbers]
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Tokens (B,) int64 of logits (B, V)."""
+        """Return tokens (B,) int64, of logits (B, V)."""
         if self.temperature == 0:
             return logits.argmax(-1)
         # 24 bits: times a sum in fp64 they are never rounded up to the sum itself
@@ -265,7 +265,7 @@ class Sampler:
         return chosen.clamp(max=logits.shape[-1] - 1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """(B, V) fp32; 0 for what top_k and top_p leave out."""
+        """Return (B, V) in fp32; 0 for tokens that top_k and top_p leave out."""
         logits = logits.float()
         logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature  # 0 at most: no inf
         if self.top_k is not None:

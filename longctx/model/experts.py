@@ -63,7 +63,7 @@ class Experts(nn.Module):
         self.norms.update({norm.name: norm.build() for norm in part.norms})
 
     def forward(self, x: Tensor, needs_value: bool = True) -> Tensor:
-        """Of x (..., C); without `needs_value` the result may be 0, and its gradients are right."""
+        """Return (..., C), of x (..., C); without `needs_value` maybe 0, with right gradients."""
         # Not compiled: the compiler would save the gathered rows and the weights' copies in 16
         # bits, in a model of 16 experts 11% of the peak, and the balance before the layers that
         # follow. Asked here, since a decorator imports the compiler, which takes a second.
@@ -357,7 +357,7 @@ running = _balance.get
 
 @contextmanager
 def balancing(balance: Balance | None) -> Iterator[None]:
-    """Inside the block the experts of every layer are counted for `balance`."""
+    """Count the experts of every layer for `balance` inside the block."""
     token = _balance.set(balance)
     try:
         yield

@@ -160,7 +160,7 @@ class GPT(nn.Module):
         at: Tensor | None = None,
         z_loss: float = 0.0,
     ) -> Tensor:
-        """tokens (B, T) int64 → logits (B, T, V), or with `targets` (B, T) their loss in fp32.
+        """Return logits (B, T, V) of tokens (B, T) int64, or with `targets` (B, T) a loss in fp32.
 
         A target of -100 is not scored. `mask` defaults to `Mask.causal()`. `reduction` is "mean"
         over the scored tokens, "sum", or "none": losses (B, T), 0 for the others. `scale`, a scalar

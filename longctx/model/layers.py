@@ -196,7 +196,7 @@ class SelfAttention(nn.Module):
         return self.out(out.flatten(2))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """Attention's output, (B, T, H, D), before its projection."""
+        """Return attention's output, (B, T, H, D), before its projection."""
         return self.attend(q, k, v, mask, self.scores)
 
 
@@ -213,7 +213,7 @@ class MLP(nn.Module):
         self.activation, self.has_gate = part.activation, part.has_gate
 
     def forward(self, x: Tensor, needs_value: bool = True) -> Tensor:
-        """Of x (B, T, C); without `needs_value` it may be 0, and its gradients are right."""
+        """Return (B, T, C), of x (B, T, C); without `needs_value` maybe 0, with right gradients."""
         gate_up, down = self.gate_up(x), self.down
         activate = ACTIVATIONS[self.activation]
         if not self.has_gate:
@@ -252,7 +252,7 @@ class Block(nn.Module):
     away = Away({}, torch.device("cpu"))  # weights that are in host memory between calls
 
     def unshard(self) -> None:
-        """Nothing, since the weights are whole; torch's fully_shard puts its own method first."""
+        """Do nothing: the weights are whole. torch's fully_shard puts its own method first."""
 
     def calling(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """Call function(self, *arguments) as a forward, with weights gathered or from the host."""

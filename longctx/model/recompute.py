@@ -69,7 +69,7 @@ def checkpointed_blocks(
 def forward_in_tiles(
     block: Any, x: Tensor, angles: Angles, mask: Mask, memory: MemoryConfig
 ) -> Tensor:
-    """block(x, angles, mask) without gradients; outside attention, a tile at a time."""
+    """Return block(x, angles, mask) without gradients; outside attention, a tile at a time."""
     tape = _Tape([block], x.shape, [angles], [mask], memory, x.device)
     flat = x.reshape(1, -1, x.shape[-1])
     return tape.after(0, flat, tape.attend(0, flat)["out"]).view(x.shape)
@@ -164,7 +164,7 @@ class _Tape:
         return results | ({"lse": lse} if attention.attend.description.has_backward else {})
 
     def rows(self, x: Tensor) -> Tensor:
-        """(1, B·T, H, D) → (B, T, H, D)"""
+        """Return (B, T, H, D), of x (1, B·T, H, D)."""
         return x.view(*self.shape[:2], *x.shape[2:])
 
     def save(self, layer: int, x: Tensor, results: dict[str, Tensor]) -> None:
@@ -188,7 +188,7 @@ class _Tape:
         return saved.tensors(brings=not self.reads_host)
 
     def input(self, layer: int) -> Tensor:
-        """x of block `layer`: saved, or recomputed from what the blocks before it saved."""
+        """Return x of block `layer`: saved, or recomputed from tensors of the blocks before."""
         first = layer - layer % self.every
         x = self.tensors(self.saved[first])["x"]
         for lower in range(first, layer):
@@ -246,7 +246,7 @@ class _Block(torch.autograd.Function):
 
 
 def _block_backward(tape: _Tape, layer: int, x: Tensor, dy: Tensor, sums: _Sums) -> Tensor:
-    """dx of block `layer`, from its input x; its weights' gradients go into `sums`."""
+    """Return dx of block `layer`, from its input x; its weights' gradients go into `sums`."""
     # In tiles dx takes the memory of dy, which the block above made and nobody else reads
     block, saved = tape.blocks[layer], tape.output(layer, x)
     out = saved["out"]
@@ -328,7 +328,7 @@ def _mixer_backward(tape: _Tape, layer: int, do: Tensor, tensors: Tokens, sums: 
 def in_tiles(
     function: Callable[..., Any], tile: int, inputs: Tokens, device: torch.device | None = None
 ) -> Tokens:
-    """function(*inputs) without gradients, `tile` tokens (0: all) at a time, on `device`."""
+    """Return function(*inputs) without gradients, `tile` tokens (0: all) at a time, on `device`."""
     with torch.no_grad():
         outputs: Tokens = ()
         tokens = inputs[0].shape[1]

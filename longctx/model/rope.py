@@ -46,7 +46,7 @@ class Rope(nn.Module):
         return torch.stack(table), number.repeat_interleave(each)
 
     def forward(self, positions: Tensor, own_frequencies: Tensor | None = None) -> Angles:
-        """positions (B, T) → cos, sin (B, T, 1, D/2), a factor of queries (B, T, 1, 1), in fp32.
+        """Return fp32 cos, sin (B, T, 1, D/2) of positions (B, T), factors of queries (B, T, 1, 1).
 
         `own_frequencies` (B, T, D/2): those of each token, if its document's length decides.
         """
@@ -115,7 +115,7 @@ def _dynamic_base(spec: parts.RopeSpec, length: int | None) -> Any:
 
 
 def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """High frequencies as they are, low ones divided by the factor, smoothly in between."""
+    """Return high frequencies as they are, low ones over the factor, smoothly in between."""
     factor, old = scaling["factor"], scaling[ORIGINAL]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     smooth = ((old / (2 * math.pi / plain) - low) / (high - low)).clamp(0, 1)
@@ -155,7 +155,7 @@ def yarn_scale(factor: float, mscale: float = 1) -> float:
 
 
 def _longrope(periods: Tensor, spec: parts.RopeSpec, length: int | None) -> tuple[Tensor, float]:
-    """Each frequency divided by a factor of its own, found by search."""
+    """Return each frequency over a factor of its own, found by search."""
     # One set of factors serves inputs up to the original length, another one longer inputs
     scaling, old = spec.scaling, spec.scaling[ORIGINAL]
     factor, attention_factor = scaling.get("factor"), scaling.get("attention_factor")

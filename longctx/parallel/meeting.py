@@ -154,8 +154,8 @@ class Meeting:
         elif not launched.shared:
             is_wide = launched.nodes > 1 and socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if is_wide else socket.AF_INET
-            place = ("" if launched.nodes > 1 else LOOPBACK, 0)
-            with socket.create_server(place, family=family, dualstack_ipv6=is_wide) as server:
+            address = ("" if launched.nodes > 1 else LOOPBACK, 0)
+            with socket.create_server(address, family=family, dualstack_ipv6=is_wide) as server:
                 self.store.set("port", str(server.getsockname()[1]))
                 self.peers = greeted(server, arrivals, self.seconds)
             absent = [f"here/{x.rank}" for x in arrivals if x not in self.peers.values()]

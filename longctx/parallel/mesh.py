@@ -109,7 +109,7 @@ class Parallel:
 
     @cached_property
     def fabric(self) -> Fabric:
-        """Lightning's part, in the precision of the run, once the process group is formed."""
+        """Return Lightning's part, in the run's precision, once the process group is formed."""
         return make_fabric(self.launched, self.device, self.dtype)
 
     def launch(self) -> None:

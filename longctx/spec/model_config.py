@@ -130,7 +130,7 @@ class GPTConfig(mixers.MixerKeys):
 
     @property
     def rotary_size(self) -> int:
-        """Channels of one head that rotate."""
+        """Return the channels of one head that rotate."""
         return int(self.head_size * self.rotary_share)
 
     @property
@@ -138,7 +138,7 @@ class GPTConfig(mixers.MixerKeys):
         return self.experts.ffn or self.ffn
 
     def window_of(self, layer: int) -> int | None:
-        """Keys that a query sees at most in `layer`, or None."""
+        """Return the keys that a query sees at most in `layer`, or None."""
         return self.window if self.window_layers is None or layer in self.window_layers else None
 
     def windows(self) -> dict[int | None, int]:
@@ -209,7 +209,7 @@ class GPTConfig(mixers.MixerKeys):
 
     @cached_property
     def kinds(self) -> list[tuple[BlockSpec, int]]:
-        """Each value among the blocks once, with the number of its layers."""
+        """Return each value among the blocks once, with the number of its layers."""
         counts = Counter(map(id, self.blocks))
         return [(block, counts[n]) for n, block in {id(x): x for x in self.blocks}.items()]
 
@@ -292,7 +292,7 @@ class GPTConfig(mixers.MixerKeys):
 
     @cached_property
     def frozen_matrices(self) -> Counter[tuple[int, int]]:
-        """Rows and columns of the matrices that lora.base can pack, with their number."""
+        """Return rows and columns of the matrices that lora.base can pack, with their number."""
         linears = [linear for block in self.blocks for linear in block.linears.values()]
         return Counter((linear.outputs, linear.columns) for linear in linears if linear.packs)
 

@@ -81,7 +81,7 @@ class Piece(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        """Rows of the parameter."""
+        """Return the rows of the parameter."""
         return slice(self.first, self.first + self.fold.rows(self.shape))
 
 
@@ -120,17 +120,17 @@ class Part:
 
     @cached_property
     def linears(self) -> tuple[LinearSpec, ...]:
-        """Its linear layers, in the order of its module."""
+        """Return its linear layers, in the order of its module."""
         return ()
 
     @property
     def vectors(self) -> tuple[tuple[str, int], ...]:
-        """Name and size of its other parameters."""
+        """Return name and size of its other parameters."""
         return ()
 
     @cached_property
     def parameters(self) -> int:
-        """Number of its parameters."""
+        """Count its parameters."""
         linears = sum(layer.weights + layer.has_bias * layer.outputs for layer in self.linears)
         return linears + sum(size for _, size in self.vectors)
 
@@ -191,12 +191,12 @@ class AttentionSpec(Part):
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads, and of attention's output."""
+        """Return the width of all query heads, and of attention's output."""
         return self.model.heads * self.model.head_size
 
     @property
     def key_size(self) -> int:
-        """Width of all key heads, and of all value heads."""
+        """Return the width of all key heads, and of all value heads."""
         return self.model.kv_heads * self.model.head_size
 
     @cached_property
@@ -214,7 +214,7 @@ class AttentionSpec(Part):
 
     @property
     def gate_size(self) -> int:
-        """Number of factors of its output."""
+        """Count the factors of its output."""
         return 0 if self.model.attention_gate == "none" else self.query_size
 
     @property
@@ -224,7 +224,7 @@ class AttentionSpec(Part):
 
     @property
     def norms(self) -> tuple[int, ...]:
-        """Number of channels that the norms of q and k normalize together; none without norms."""
+        """Count the channels that the norms of q and k normalize together; none without norms."""
         if self.model.qk_norm == "whole":
             return self.query_size, self.key_size
         return (self.model.head_size,) * 2 if self.model.qk_norm == "head" else ()
@@ -267,7 +267,7 @@ class FeedForward(Part):
 
     @property
     def moved(self) -> int:
-        """Width of what the elementwise kernels of SwiGLU would move in the same time."""
+        """Return the width that the elementwise kernels of SwiGLU would move in the same time."""
         return self.inner if self.has_gate else 5 * self.inner // 9
 
     def saved(self, p: Pass) -> int:
@@ -327,17 +327,17 @@ class BlockSpec:
 
     @cached_property
     def linears(self) -> dict[str, LinearSpec]:
-        """Every linear layer by the path of its module in the block."""
+        """Return every linear layer by the path of its module in the block."""
         return {
             f"{part.name}.{linear.name}": linear for part in self.parts() for linear in part.linears
         }
 
     @cached_property
     def weights(self) -> int:
-        """Weights of all linear layers."""
+        """Count the weights of all linear layers."""
         return sum(linear.weights for linear in self.linears.values())
 
     @cached_property
     def multiplied(self) -> int:
-        """Weights that multiply each token."""
+        """Count the weights that multiply each token."""
         return sum(x.weights * x.active // x.experts for x in self.linears.values())

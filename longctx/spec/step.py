@@ -99,7 +99,7 @@ class Workload:
 
     @cached_property
     def added(self) -> int:
-        """Parameters that LoRA adds and trains alone; 0 without LoRA."""
+        """Count the parameters that LoRA adds and trains alone; 0 without LoRA."""
         return self.lora.parameters(self.model)
 
     @property

@@ -59,8 +59,8 @@ def _read(config: DataConfig, template: Template | None) -> Iterator[Document]:
     config = replace(config, errors="replace")
     path = config.paths()[0]
     rows = enumerate(_stream(path, config), start=1)
-    places = ((f"{path}:{n}", f"data.path={path}: row {n}", row) for n, row in rows)
-    yield from documents_in(places, config, template)
+    locations = ((f"{path}:{n}", f"data.path={path}: row {n}", row) for n, row in rows)
+    yield from documents_in(locations, config, template)
 
 
 def _stream(path: str, config: DataConfig) -> Iterator[dict[str, object]]:

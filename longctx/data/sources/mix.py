@@ -68,25 +68,25 @@ def members(config: DataConfig) -> dict[str, Member]:
     """Return the members of data.mix by name, checked; raise ValueError for the first wrong key."""
     members = {}
     for name, given in config.mix.items():
-        place = f"data.mix.{name}"
-        problem = f"{place}={given}: has no keys; give {place}.path=docs/"
+        prefix = f"data.mix.{name}"
+        problem = f"{prefix}={given}: has no keys; give {prefix}.path=docs/"
         refuse((not isinstance(given, Mapping), problem))
         for key in given.keys() & set(_ONCE):
-            raise ValueError(f"{place}.{key}: one for all sources; give data.{key}")
-        weight = typed(f"{place}.weight", given.get("weight", 1.0), Key(type=float))
-        refuse((not 0 < weight < float("inf"), f"{place}.weight={weight}: not above 0"))
+            raise ValueError(f"{prefix}.{key}: one for all sources; give data.{key}")
+        weight = typed(f"{prefix}.weight", given.get("weight", 1.0), Key(type=float))
+        refuse((not 0 < weight < float("inf"), f"{prefix}.weight={weight}: not above 0"))
         values = {key: value for key, value in given.items() if key != "weight"}
         # A dictionary checks no types
-        built = build(DataConfig, values, f"{place}.")
+        built = build(DataConfig, values, f"{prefix}.")
         own = {key: getattr(built, key) for key in values}
-        members[name] = Member(weight, _member(place, config, own))
+        members[name] = Member(weight, _member(prefix, config, own))
     return members
 
 
-def _member(place: str, config: DataConfig, own: Mapping[str, Any]) -> DataConfig:
+def _member(prefix: str, config: DataConfig, own: Mapping[str, Any]) -> DataConfig:
     """Return the configuration of a member: its `own` keys, else keys of the mix."""
     name = own.get("source") or ("text" if own.get("path") else "embedded")
-    with untrusted.named(place):
+    with untrusted.named(prefix):
         refuse((name == "mix", "data.source=mix: no member of a mix; name the sources themselves"))
         refuse((name not in SOURCES, f"source={name}: one of {', '.join(SOURCES)}"))
         source = SOURCES[name]
@@ -104,5 +104,5 @@ def _member(place: str, config: DataConfig, own: Mapping[str, Any]) -> DataConfi
         source.check(member)
     for key, value in own.items():
         if value is not False:  # chat=false, as any source may say
-            check_used(member, key, value, place)
+            check_used(member, key, value, prefix)
     return member

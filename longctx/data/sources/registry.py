@@ -109,11 +109,11 @@ def check(config: DataConfig) -> None:
     SOURCES[config.source].check(config)
 
 
-def check_used(config: DataConfig, name: str, value: Any, place: str = "data") -> None:
-    """Raise ValueError if `place`.`name`=`value` is a key that only other sources use."""
+def check_used(config: DataConfig, name: str, value: Any, prefix: str = "data") -> None:
+    """Raise ValueError if `prefix`.`name`=`value` is a key that only other sources use."""
     users = [f"data={other}" for other, source in SOURCES.items() if name in source.keys]
     is_foreign = users and name not in SOURCES[config.source].keys_of(config)
-    message = f"{place}.{name}={shown(value)}: data={config.source} does not use it"
+    message = f"{prefix}.{name}={shown(value)}: data={config.source} does not use it"
     refuse((is_foreign, f"{message}; leave it out, or use {' or '.join(users)}"))
 
 

@@ -40,7 +40,7 @@ def documents_in(
     elif template is not None:
         documents = template.conversations(rows)
     else:
-        documents = (Document(name, text_in(row, place, config)) for name, place, row in rows)
+        documents = (Document(name, text_in(row, location, config)) for name, location, row in rows)
     replaces = config.errors == "replace"
     yield from (document.replaced() for document in documents) if replaces else documents
 
@@ -52,13 +52,13 @@ def is_read(row: Row, config: DataConfig) -> bool:
     return format_of(row) is not None if config.chat else config.text_column in row
 
 
-def text_in(row: Row, place: str, config: DataConfig) -> str:
+def text_in(row: Row, location: str, config: DataConfig) -> str:
     """Return the text of a row, "" for null: such a document is left out and counted."""
     column = config.text_column
     found = f"found {', '.join(f'{name:.40}' for name in list(row)[:8])}"
     advice = "set data.text_column; data.chat=true reads conversations, objective=dpo answers"
-    refuse((column not in row, f"{place}: no field '{column}' ({found}); {advice}"))
+    refuse((column not in row, f"{location}: no field '{column}' ({found}); {advice}"))
     text = row[column]
-    problem = f"{place}: '{column}' is {type(text).__name__}, expected a string"
+    problem = f"{location}: '{column}' is {type(text).__name__}, expected a string"
     refuse((not isinstance(text, str | None), f"{problem}; set data.text_column"))
     return text or ""

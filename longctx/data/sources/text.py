@@ -199,14 +199,14 @@ def rows_of_lines(name: str, file: Path, stream: IO[bytes], config: DataConfig) 
     for number, line in enumerate(stream, start=1):
         if not line.strip():
             continue
-        place = f"{file}:{number}"
-        text = _decode(line, place, config)
+        location = f"{file}:{number}"
+        text = _decode(line, location, config)
         # RecursionError: deep brackets; ValueError: also for thousands of digits
         with untrusted.named(
-            place, "not JSON ({}); every line is one object", (ValueError, RecursionError)
+            location, "not JSON ({}); every line is one object", (ValueError, RecursionError)
         ):
             row = json.loads(text)
-        yield f"{name}:{number}", place, _object(row, place)
+        yield f"{name}:{number}", location, _object(row, location)
 
 
 def _cells(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> NamedRows:
@@ -216,13 +216,13 @@ def _cells(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> Name
     table = csv.DictReader(lines, delimiter=DELIMITERS[split_name(file)[0]], strict=True)
     with untrusted.named(file, "not a table ({})", (csv.Error,)):
         for row in table:
-            place = f"{file}:{table.line_num}"
-            more = f"{place}: more cells than columns; quote those with a delimiter"
+            location = f"{file}:{table.line_num}"
+            more = f"{location}: more cells than columns; quote those with a delimiter"
             refuse((None in row, more))
             # KTO's labels are the only cells that are no text
             if config.preferences and str(row.get("label")).lower() in ("true", "false"):
                 row["label"] = row["label"].lower() == "true"
-            yield f"{name}:{table.line_num}", place, row
+            yield f"{name}:{table.line_num}", location, row
 
 
 def _of_json(name: str, file: Path, content: bytes, config: DataConfig) -> NamedRows:
@@ -232,12 +232,13 @@ def _of_json(name: str, file: Path, content: bytes, config: DataConfig) -> Named
     with untrusted.named(file, "not JSON ({})", (ValueError, RecursionError)):
         found = json.loads(_decode(content, str(file), config))
     rows = enumerate(found if isinstance(found, list) else [found], start=1)
-    places = ((f"{name}:{n}", f"{file}: row {n}", row) for n, row in rows)
-    return ((own, place, _object(row, place)) for own, place, row in places)
+    locations = ((f"{name}:{n}", f"{file}: row {n}", row) for n, row in rows)
+    return ((own, location, _object(row, location)) for own, location, row in locations)
 
 
-def _object(row: Any, place: str) -> dict[str, Any]:
-    refuse((not isinstance(row, dict), f"{place}: expected an object, found {type(row).__name__}"))
+def _object(row: Any, location: str) -> dict[str, Any]:
+    problem = f"{location}: expected an object, found {type(row).__name__}"
+    refuse((not isinstance(row, dict), problem))
     return dict(row)
 
 
@@ -257,8 +258,8 @@ def _parquet(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> Na
             yield f"{name}:{number}", f"{file}: row {number}", row
 
 
-def _decode(data: bytes, place: str, config: DataConfig) -> str:
+def _decode(data: bytes, location: str, config: DataConfig) -> str:
     if data.startswith(b"%PDF"):
-        raise ValueError(f"{place}: a PDF, not text; docs/pdf-to-server.md turns it into text")
-    with untrusted.named(place, "not UTF-8 ({}); convert it; data may have data.errors=replace"):
+        raise ValueError(f"{location}: a PDF, not text; docs/pdf-to-server.md turns it into text")
+    with untrusted.named(location, "not UTF-8 ({}); convert it; data may have data.errors=replace"):
         return data.decode("utf-8-sig", config.errors)
