@@ -222,8 +222,7 @@ class _Stack(NamedTuple):
                 dbias = (own.to(dy.dtype).t() @ dy).flatten().to(self.bias.dtype)
             return grouped_outer(dy, x, self.ends, self.weight.dtype), dbias, None, None
         pairs = (low_gradient, x), (dy, self.low(x))
-        dtype = self.lora_a.dtype
-        return None, None, *(grouped_outer(*pair, self.ends, dtype) for pair in pairs)
+        return None, None, *(grouped_outer(*pair, self.ends, self.lora_a.dtype) for pair in pairs)
 
 
 class _Experts(torch.autograd.Function):

@@ -53,10 +53,10 @@ class LoraLinear(nn.Linear):
         nn.init.zeros_(self.lora_b)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.is_on:
-            return self.product(x, self.weight, self.bias)
-        low = F.linear(x, self.lora_a.to(x.dtype)) * self.scale
         y = self.product(x, self.weight, self.bias)
+        if not self.is_on:
+            return y
+        low = F.linear(x, self.lora_a.to(x.dtype)) * self.scale
         return y + F.linear(low, self.lora_b.to(low.dtype))
 
     @property

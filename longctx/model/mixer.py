@@ -157,8 +157,8 @@ class Mixer(nn.Module):
         return None
 
     def start(self, name: str, weight: Tensor) -> None:
-        """Initialize a weight that is no matrix."""
-        nn.init.zeros_(weight)
+        """Initialize a weight that is no matrix; a norm's with ones, others with zeros."""
+        nn.init.constant_(weight, "norm" in name)
 
     def project(self, x: Tensor, *angles: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors for `forward`, from normed inputs x (B, T, C) and rotary `angles`."""

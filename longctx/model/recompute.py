@@ -139,8 +139,7 @@ class _Tape:
         return in_tiles(of_tile, self.tile, (x, *angles, *outs), self.device)
 
     def before(self, layer: int, x: Tensor) -> Tokens:
-        inputs = x, *self.angles[layer]
-        return in_tiles(self.blocks[layer].before, self.tile, inputs, self.device)
+        return in_tiles(self.blocks[layer].before, self.tile, (x, *self.angles[layer]), self.device)
 
     def after(self, layer: int, x: Tensor, out: Tensor) -> Tensor:
         return in_tiles(self.blocks[layer].after, self.tile, (x, out), self.device)[0]

@@ -248,8 +248,7 @@ def test_a_compiled_block_has_exact_gradients(policy, monkeypatch):
             monkeypatch.setattr("longctx.model.layers.fused", lambda x: False)
         model(tokens[:, :-1], tokens[:, 1:]).backward()
         grads.append([p.grad for p in model.parameters()])
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("half", [pytest.param("before", marks=pytest.mark.slow), "after"])

@@ -88,7 +88,12 @@ class MixerSpec(AttentionSpec):
         return class_of(self.mixer)
 
     def build(self, *arguments: Any) -> Any:
-        return self.computed_by(self, *arguments)
+        layer = self.computed_by(self, *arguments)
+        wanted = {*(f"{x.name}.weight" for x in self.linears), *dict(self.vectors)}
+        found = dict([*layer.named_parameters(), *layer.named_buffers()])
+        if wrong := ", ".join(sorted(wanted ^ found.keys())):  # no checkpoint would have it
+            raise self.mistake(f"{wrong}: name each once in weights; make constants in forward")
+        return layer
 
     @property
     def options(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from longctx.attention import Attention, Mask, Scores
@@ -82,9 +82,6 @@ class LatentAttention(Mixer):
         # Latents in fp32, and normed, and the output for `out`; but no projection of q, k and v
         saved = (e + 4) * (q_rank + kv_rank) + e * (spec.query_size - 2 * queries)
         return Cost(saved=saved, backward=e * queries)  # the gradient of the padded output
-
-    def start(self, name: str, weight: Tensor) -> None:
-        nn.init.ones_(weight)
 
     def project(self, x: Tensor, *angles: Tensor) -> tuple[Tensor, ...]:
         """Return q and k (B, T, H, D), v (B, T, H, V), and [r, c] (B, T, 1, ...)."""
