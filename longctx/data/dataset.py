@@ -74,7 +74,7 @@ class EncodedDocument(NamedTuple):
 
     @property
     def targets(self) -> int:
-        """The number of tokens that are predicted: never the first."""
+        """Count the tokens that are predicted: never the first."""
         marks = np.ones(len(self.ids), bool) if self.scored is None else self.scored
         return int(np.count_nonzero(marks[1:]))
 
@@ -186,16 +186,14 @@ class SourcePart:
         from longctx.data.sequences import PackedSequences
 
         ends = (self.tokenizer.eos_id, self.tokenizer.bos_id)
-        return PackedSequences(
-            self.store, self.packings[split], self.seq_len, *ends, self.reference
-        )
+        packing = self.packings[split]
+        return PackedSequences(self.store, packing, self.seq_len, *ends, self.reference)
 
     def documents(self, split: str) -> Iterator[EncodedDocument]:
         """Read the documents of `train` or `val`, not cut into sequences, in their fixed order."""
         starts, stops = self.span(split)
-        for document, start, stop in zip(
-            self.split[split].tolist(), starts.tolist(), stops.tolist(), strict=True
-        ):
+        columns = (x.tolist() for x in (self.split[split], starts, stops))
+        for document, start, stop in zip(*columns, strict=True):
             side = CHOSEN
             if self.store.has_sides:  # the preferred or labelled answer stands for its document
                 marks, begins, _ = sides_of(self.store, document)

@@ -97,5 +97,5 @@ def overview(data: Data, counts: dict[str, Any]) -> Iterator[str]:
     if counts["sources_without_end"]:
         yield "end of answers: no target is a token at which generation stops"
     yield f"{total:,} tokens of {counts['vocab_size']:,}, {counts['bytes'] / total:.2f} bytes each"
-    half, most, longest = np.quantile(data.lengths, (0.5, 0.9, 1)).astype(int).tolist()
-    yield f"documents of {half:,} tokens (median), {most:,} (90%), {longest:,} (longest)"
+    half, nine_tenths, longest = np.quantile(data.lengths, (0.5, 0.9, 1)).astype(int).tolist()
+    yield f"documents of {half:,} tokens (median), {nine_tenths:,} (90%), {longest:,} (longest)"

@@ -69,7 +69,7 @@ def _checked(location: str, row: Row, config: DataConfig, kind: type) -> Row:
     found = ", ".join(list(row)[:8])
     for key in answers if has_pairs else ("prompt", *answers, "label"):
         refuse((key not in row, f"{location}: no field '{key}' (found {found})"))
-    expected = "a list of messages" if kind is list else "a string; else data.chat=true"
+    expected = "a list of messages" if kind is list else "a text; data.chat=true reads messages"
     for key in ("prompt", *answers):
         is_wrong = key in row and not isinstance(row[key], kind)
         refuse((is_wrong, f"{location}: '{key}' must be {expected}"))
@@ -116,8 +116,8 @@ def _labels(rows: NamedRows, write: Write) -> Iterator[Document]:
     """Write each answer beside the one of the row before; the first one's is of the second row."""
     first = list(islice(rows, 2))
     if len(first) == 1:
-        _, location, _ = first[0]
-        raise ValueError(f"{location}: the only answer; KTO compares it with another, give more")
+        problem = "the only answer; KTO compares it with another, give more"
+        raise ValueError(f"{first[0][1]}: {problem}")
     for (*_, before), (name, location, row) in pairwise(chain(first[1:], first, rows)):
         with named(location):
             own = write(name, row["prompt"], row["completion"], row.get("tools"))

@@ -73,9 +73,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], special: bool = True) -> str:
         """Return the text of token ids; `special` includes that of special tokens."""
-        return self._tokenizer.decode(
-            [int(token) for token in ids], skip_special_tokens=not special
-        )
+        return self._tokenizer.decode(list(map(int, ids)), skip_special_tokens=not special)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the token ids of uncut documents, (tokens,) int32 each.
@@ -141,7 +139,7 @@ class Tokenizer:
 
     @property
     def end_tokens(self) -> set[int]:
-        """The tokens that end a text, as in transformers: end-of-text, and those in
+        """Return the tokens that end a text, as in transformers: end-of-text, and those in
         generation_config.json, or else config.json.
         """
         if self.folder is None:

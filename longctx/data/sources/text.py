@@ -38,6 +38,7 @@ LONGEST_CELL = 1 << 30  # characters; csv's own limit of 131,072 is less than a 
 OF_LINES = (".jsonl", ".ndjson")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 OF_ROWS = (*OF_LINES, *DELIMITERS, ".parquet", ".json")
+OF_JSON = (ValueError, RecursionError)  # also for thousands of digits; deep brackets
 FORMATS = (".txt", ".md", *OF_ROWS[:-1])  # of a folder; its .json may be settings
 
 
@@ -82,10 +83,9 @@ def _find_all(config: DataConfig) -> list[tuple[str, Path]]:
         found = _find(path, config)
         if not found:
             others = _left_out(path, config)
-            is_folder = Path(path).expanduser().is_dir()
-            problem = (
-                f"no file to read (there: {others or 'none'})" if is_folder else "no such file"
-            )
+            problem = "no such file"
+            if Path(path).expanduser().is_dir():
+                problem = f"no file to read (there: {others or 'none'})"
             advice = "; PDFs: docs/pdf-to-server.md" if ".pdf" in others else ""
             raise FileNotFoundError(
                 f"data.path={path}: {problem}; a folder is searched for {', '.join(FORMATS)}, "
@@ -201,10 +201,7 @@ def rows_of_lines(name: str, file: Path, stream: IO[bytes], config: DataConfig) 
             continue
         location = f"{file}:{number}"
         text = _decode(line, location, config)
-        # RecursionError: deep brackets; ValueError: also for thousands of digits
-        with untrusted.named(
-            location, "not JSON ({}); every line is one object", (ValueError, RecursionError)
-        ):
+        with untrusted.named(location, "not JSON ({}); every line is one object", OF_JSON):
             row = json.loads(text)
         yield f"{name}:{number}", location, _object(row, location)
 
@@ -229,7 +226,7 @@ def _of_json(name: str, file: Path, content: bytes, config: DataConfig) -> Named
     """Return the rows of a .json file: lines of objects, an array, or one object."""
     if re.match(rb"\s*\{[^\n]*\}\s*\n\s*\{", content):
         return rows_of_lines(name, file, io.BytesIO(content), config)
-    with untrusted.named(file, "not JSON ({})", (ValueError, RecursionError)):
+    with untrusted.named(file, "not JSON ({})", OF_JSON):
         found = json.loads(_decode(content, str(file), config))
     rows = enumerate(found if isinstance(found, list) else [found], start=1)
     locations = ((f"{name}:{n}", f"{file}: row {n}", row) for n, row in rows)

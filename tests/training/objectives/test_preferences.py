@@ -184,7 +184,7 @@ def test_what_does_not_go_together_is_one_line(changes, message, rows, start, re
         ({"prompt": "a", "chosen": "", "rejected": "b"}, "an answer is empty"),
         ({"chosen": "x y", "rejected": "z"}, "no common prompt"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "system": "d"}, "'system' is not read"),
-        ({"prompt": "a", "chosen": [], "rejected": "b"}, "'chosen' must be a string"),
+        ({"prompt": "a", "chosen": [], "rejected": "b"}, "'chosen' must be a text"),
     ],
 )
 def test_a_wrong_row_is_named(row, message, tmp_path, rows, start, refused):
