@@ -93,20 +93,27 @@ def _ways(keys: tuple[Any, ...], states: Sequence[str], closed: frozenset[str]) 
     return [way for way in each if way]
 
 
-def smallest(workload: Workload) -> list[Workload]:
-    """Return the step of each way of `workload` that takes least of the GPU."""
-    return [replace(workload, memory=way[-1][-1]) for way in ways(workload)]
+def smallest(workload: Workload, host: float = inf) -> Workload:
+    """Return `workload` with the settings that take least of the GPU, of those that fit so many
+    bytes of host memory if any do.
+    """
+    each = [[replace(workload, memory=share[-1]) for share in way] for way in ways(workload)]
+    # Of each way the shares that the host has room for, or all; the last takes least of the GPU
+    able = [
+        way[: bisect_left(way, True, key=lambda x: not fits(x, inf, host))] or way for way in each
+    ]
+    least = min(able, key=lambda way: (not fits(way[-1], inf, host), predict(way[-1]).peak))
+    peak = predict(least[-1]).peak  # an earlier share may take no more
+    return least[bisect_left(least, True, key=lambda x: predict(x).peak <= peak)]
 
 
-def fits(workload: Workload, gpu: float, host: float) -> bool:
-    """Return True if `workload`, its policy decided, fits so many bytes of GPU and host memory."""
-    return has_room(workload, gpu) and on_host(workload) <= max(0, host - HOST_LEFT)
-
-
-def has_room(workload: Workload, gpu: float) -> bool:
-    """Return True if a step fits; blocks with mixers that fill the GPU must fit ROUGH times."""
+def fits(workload: Workload, gpu: float, host: float = inf) -> bool:
+    """Return True if `workload`, its policy decided, fits so many bytes of GPU and host memory.
+    Blocks with mixers that fill the GPU must fit ROUGH times.
+    """
     fills = workload.memory.recompute_share not in (None, 0, 1) and of_model(workload.model)
-    return predict(workload, gpu).peak <= gpu / (ROUGH if fills else 1)
+    memory, limit = predict(workload, gpu), gpu / (ROUGH if fills else 1)
+    return memory.peak <= limit and on_host(workload, memory) <= max(0, host - HOST_LEFT)
 
 
 def on_host(workload: Workload, memory: Memory | None = None) -> float:
@@ -126,7 +133,7 @@ def copy_on_host(workload: Workload, host: float) -> float:
 
 def room(chip: Chip) -> float:
     """Return the bytes of the GPU that a decision may fill without a dry run."""
-    return chip.usable - max(LEFT_FREE * chip.usable, LEAST_FREE)
+    return max(0.0, chip.usable - max(LEFT_FREE * chip.usable, LEAST_FREE))
 
 
 def first_that_fits(
@@ -156,9 +163,9 @@ def first_that_fits(
         # With most ways no share leaves room on the GPU. The smallest that does is the fastest, and
         # takes least of the host.
         *others, largest = each[n]
-        if not has_room(step(largest[-1]), gpu):
+        if not fits(step(largest[-1]), gpu):
             continue
-        i = bisect_left(others, True, key=lambda share: has_room(step(share[-1]), gpu))
+        i = bisect_left(others, True, key=lambda share: fits(step(share[-1]), gpu))
         share = map(step, each[n][i])
         if fit := next((smaller for smaller in share if fits(smaller, gpu, host)), None):
             found.append((tokens_per_second(fit, chip, same), fit))
@@ -170,14 +177,14 @@ def decide(workload: Workload, chip: Chip, host: float, merge: bool = False) -> 
     """Return `workload` with memory=auto decided: the fastest way that fits, else the smallest."""
     # With `merge`, a step first gets as few micro-batches as fit with the fastest policy, since a
     # GPU waits for the host between small kernels
-    for larger in merged(workload) if merge else [workload]:
-        plainest = replace(larger, memory=ways(larger)[0][0][0])  # nothing is faster
-        if fits(plainest, room(chip), host):
-            return plainest
-    if fit := first_that_fits(workload, room(chip), host, chip):
-        return fit
-    least = [replace(workload, memory=share[-1]) for way in ways(workload) for share in way]
-    return min(least, key=lambda step: (not fits(step, inf, host), predict(step).peak))
+    sequences = workload.batch_size * workload.accumulate
+    for count in range(1 if merge else workload.accumulate, workload.accumulate + 1):
+        if sequences % count == 0:
+            larger = replace(workload, batch_size=sequences // count, accumulate=count)
+            plainest = replace(larger, memory=ways(larger)[0][0][0])  # nothing is faster
+            if fits(plainest, room(chip), host):
+                return plainest
+    return first_that_fits(workload, room(chip), host, chip) or smallest(workload, host)
 
 
 def memory_line(asked: MemoryConfig, decided: Workload, chip: Chip, host: float) -> str:
@@ -195,16 +202,6 @@ def memory_line(asked: MemoryConfig, decided: Workload, chip: Chip, host: float)
         needed, there, place = on_host(plainest, memory), max(0, host - HOST_LEFT), " on the host"
     sizes = f"{needed / GIB:,.1f} GiB of {there / GIB:,.1f}{place}"
     return f"{line}; {plainest.memory} takes {sizes}"
-
-
-def merged(workload: Workload) -> list[Workload]:
-    """Return the same step in 1, 2, ... equal micro-batches, up to the number that it has."""
-    sequences = workload.batch_size * workload.accumulate
-    return [
-        replace(workload, batch_size=sequences // count, accumulate=count)
-        for count in range(1, workload.accumulate + 1)
-        if sequences % count == 0
-    ]
 
 
 def longest(
@@ -238,11 +235,9 @@ def _longest_in(
 
     longest = 0
     for *_, memory in reversed(way):
-        if not lengths:
-            break
         # Most ways reach no further, so the first length is tried before those in the middle.
         # Smaller shares on the host take more of the GPU.
-        if not has_room(replace(at(lengths[0]), memory=memory), gpu):
+        if not lengths or not fits(replace(at(lengths[0]), memory=memory), gpu):
             break
         if not lacks(memory, lengths[0]):
             n = bisect_left(lengths, True, key=partial(lacks, memory))

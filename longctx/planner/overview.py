@@ -6,11 +6,11 @@ Only layers that transformers computes are measured before, on fake tensors.
 
 from __future__ import annotations
 
-import math
 import textwrap
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from longctx.config.asked import divisions, with_vocabulary, workload_of
@@ -24,7 +24,7 @@ from longctx.training.learning_rate import schedule_of
 
 SIZES = ("GiB", "host GiB")  # of a GPU, of the host
 SPEED = ("s/step", "tokens/s", "MFU")
-WIDTH = 100  # columns of settings below a table
+WIDTH = 110  # columns of a line of settings
 SHORTEST = 5e-3  # seconds of a step: nothing shorter was measured, and launches are not predicted
 
 
@@ -47,38 +47,48 @@ def run(
     request = next(iter(requests.values()))
     chip.check(request.precision)
     merge = request.batch_size is None and request.accumulate is None
-    asked_for, chosen, layouts, in_words = list[Workload](), dict[str, Workload](), {}, ""
-    # Each backend in the layout of a run, with every policy and the settings found by auto
-    for backend, of_backend in requests.items():
-        each = each_layout(of_backend, per_machine, measured)
-        decided = [fitting.decide(step, chip, host, merge) for step in each]
-        chosen[backend], reason = fitting.choose_layout(decided, chip, host)
-        layouts[backend] = each, decided
-        in_words += f"attention={backend}: strategy={fitting.name_of(chosen[backend])} ({reason})\n"
-        in_layout = each[decided.index(chosen[backend])]
-        names = dict.fromkeys([*in_layout.memory.policies(), in_layout.memory.policy])
-        named = [replace(in_layout, memory=replace(in_layout.memory, policy=x)) for x in names]
-        asked_for += filter(fitting.ways, named)  # an optimizer may lack a policy's state
-    steps = [fitting.decide(step, chip, host, merge) for step in asked_for]
+    each = {backend: each_layout(x, per_machine, measured) for backend, x in requests.items()}
+
+    @cache
+    def in_layouts(backend: str) -> tuple[list[Workload], Workload, str]:
+        """Return the step of a backend in every layout, that of a run, and its reason."""
+        decided = [fitting.decide(step, chip, host, merge) for step in each[backend]]
+        return decided, *fitting.choose_layout(decided, chip, host)
+
     # The answer comes first: many read no further
     fastest, reason = asked, ""
     if len(requests) > 1:
-        fastest, reason = fitting.fastest_backend(steps[0], list(requests), chip)
-    answered = chosen.get(asked, chosen[fastest])
+        plain = next(iter(each.values()))[0]
+        plain = replace(plain, memory=fitting.ways(plain)[0][0][0])
+        fastest, reason = fitting.fastest_backend(plain, list(requests), chip)
+    decided, answered, _ = in_layouts(asked if asked in requests else fastest)
+    answered.check_graphs()
     line = answer(answered, chip, host, schedule_of(request, answered).max_steps, price)
     reason_of_memory = fitting.memory_line(request.memory, answered, chip, host)
-    print(*filter(None, (line, reason_of_memory)), sep="\n", end="\n\n")
+    print_wrapped([*line.splitlines(), reason_of_memory])
     print_machine(answered, chip, host, of_host)
     if answered.devices > 1:
-        print_layouts(chip, host, *layouts[answered.attention.label])
-        print(in_words)
+        print_layouts(chip, host, each[answered.attention.label], decided)
+        for backend in requests:
+            _, chosen, why = in_layouts(backend)
+            print(f"attention={backend}: strategy={fitting.name_of(chosen)} ({why})")
+        print()
 
-    rows = list[dict[str, Any]]()
-    for asked_step, step in zip(asked_for, steps, strict=True):
-        row = figures(step, chip, host)
-        # auto may have chosen what a policy does anyway
-        if all(row | {"memory": earlier["memory"]} != earlier for earlier in rows):
-            rows.append(row | {"memory": asked_step.memory.policy})
+    asked_for, rows = list[Workload](), list[dict[str, Any]]()
+    # Each backend in the layout of a run, with every policy and the settings found by auto
+    for backend in requests:
+        decided, chosen, _ = in_layouts(backend)
+        own = each[backend][decided.index(chosen)]
+        for policy in dict.fromkeys([*own.memory.policies(), own.memory.policy]):
+            named = replace(own, memory=replace(own.memory, policy=policy))
+            if not fitting.ways(named):  # the optimizer lacks the policy's state
+                continue
+            asked_for.append(named)
+            step = chosen if named == own else fitting.decide(named, chip, host, merge)
+            row = figures(step, chip, host)
+            # auto may have chosen what a policy does anyway
+            if all(row | {"memory": earlier["memory"]} != earlier for earlier in rows):
+                rows.append(row | {"memory": policy})
     columns = ("backend", "memory", "sequences", *SIZES, "fits", *SPEED)
     print_rows("Memory and speed", columns, rows)
     terms = [term.split()[0] for term in TERMS]
@@ -90,8 +100,8 @@ def run(
     columns = ("backend", "memory", "tokens", "sequences", *SIZES, *SPEED)
     rows = []
     for backend in requests:
-        own = [step for step in asked_for if step.attention.label == backend]
-        for name, longest in lengths(own, chip, host).items():
+        steps = [step for step in asked_for if step.attention.label == backend]
+        for name, longest in lengths(steps, chip, host).items():
             cells = {} if longest is None else figures(longest, chip, host)
             rows.append({"backend": backend, "tokens": "none"} | cells | {"memory": name})
     print_rows("The longest sequences that fit, at about the same tokens per step", columns, rows)
@@ -101,9 +111,13 @@ def print_rows(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]
     """Print a table, and below it the settings of each row if its policy alone has others."""
     grid(title, columns, rows)
     others = [row for row in rows if row.get("settings", row["memory"]) != row["memory"]]
-    lines = [f"{row['backend']}, {row['memory']}: memory={row['settings']}" for row in others]
-    wrapped = [textwrap.fill(line, WIDTH, subsequent_indent="    ") for line in lines]
-    print(*wrapped, sep="\n", end="\n\n" if lines else "")
+    print_wrapped([f"{x['backend']}, {x['memory']}: memory={x['settings']}" for x in others])
+
+
+def print_wrapped(lines: Sequence[str]) -> None:
+    """Print `lines`, each in at most WIDTH columns, and an empty one."""
+    wrapped = [textwrap.fill(line, WIDTH, subsequent_indent="    ") for line in lines if line]
+    print(*wrapped, sep="\n", end="\n\n" if wrapped else "", flush=True)
 
 
 def lengths(steps: Sequence[Workload], chip: Chip, host: float) -> dict[str, Workload | None]:
@@ -175,9 +189,8 @@ def print_layouts(chip: Chip, host: float, steps: list[Workload], decided: list[
 def figures(step: Workload, chip: Chip, host: float) -> dict[str, Any]:
     """Return the cells of all tables for one step; no speed for an unknown chip."""
     memory, time = predict(step), step_time.seconds(step, chip)
-    fit = "yes" if fitting.fits(step, fitting.room(chip), host) else "no"
-    if fit == "no" and fitting.fits(step, fitting.room(chip), math.inf):
-        fit = "no: host"
+    fit = "no: host" if fitting.fits(step, fitting.room(chip)) else "no"
+    fit = "yes" if fitting.fits(step, fitting.room(chip), host) else fit
     on_host = fitting.on_host(step, memory) + fitting.copy_on_host(step, host)
     speed = () if time is None else (time.total, time.tokens / time.total, time.mfu)
     formats = (",.2f", ",.0f", ".1%") if speed and speed[0] >= SHORTEST else ()

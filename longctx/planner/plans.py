@@ -126,7 +126,7 @@ def check_fits(step: Workload, machine: Machine) -> None:
     host_limit = clearly * there.host + fitting.HOST_LEFT
     if fitting.first_that_fits(step, clearly * there.total, host_limit):
         return
-    smallest = min(fitting.smallest(step), key=lambda step: predict(step).peak)
+    smallest = fitting.smallest(step)
     predicted = predict(smallest)
     text = f"{fitting.on_host(smallest, predicted) / GIB:,.1f} GiB of host memory"
     total = there.host

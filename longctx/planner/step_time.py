@@ -101,14 +101,12 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     fp8_layers = L - len(workload.bf16_layers) if workload.precision == "fp8" else 0
     in_8_bits = fp8_layers / L
     each_flop = (1 - in_8_bits) / rate + in_8_bits / (FP8 * C / (C + SMALL_FP8) * peak)
-    products = (
-        N * model.layers * (each * (before + after) + 2 * again) * each_flop + 6 * N * added / rate
-    )
+    products = N * L * (each * (before + after) + 2 * again) * each_flop + 6 * N * added / rate
     loss = each * N * int(model.vocab_size or 0) * C / rate
     # bytes of elementwise kernels
     widths = ADDED * added / (workload.lora.rank or 1)
-    moved = e * N * (model.layers * (32 * C + 9 * inner) + widths) * (1 + 0.3 * memory.again)
-    moved += e * N * model.layers * projected * 3 * (C + before / C)
+    moved = e * N * (L * (32 * C + 9 * inner) + widths) * (1 + 0.3 * memory.again)
+    moved += e * N * L * projected * 3 * (C + before / C)
     if workload.lora.base:  # unpacked for each tile, for forward, again, and for gradients
         whole = sum(block.weights for block in blocks)
         passes = (3 + more) * whole + L * before * projected

@@ -3,7 +3,7 @@
 No corpus, no folder, no log; module, step, optimizer and loader are those of training. As a script
 it is the child process in which a run may use up memory without harm:
 
-    python -m longctx.training.dry_run REQUEST OUT      both files of JSON, see `in_child`
+    python -m longctx.training.dry_run REQUEST OUT      both files of JSON
 
 seq_len=max tries the longest sequences that the planner predicts to fit the GPU: two steps on
 packed documents of 4,096 tokens. Memory depends on the sequence, so it is that of the run, while
@@ -180,38 +180,31 @@ def random_batches(run: Run, document: int | None) -> Iterator[list[MicroBatch]]
 def dry_run_in_child(
     run: Run, steps: int, document: int | None, validate: bool, seconds: float
 ) -> DryRun:
-    """Return the `dry_run` of a child process, which ends after `seconds`."""
-    # Whatever happens to it is `failed`, in one line
+    """Return the `dry_run` of a child process, which ends after `seconds`; whatever happens to it
+    is `failed`, in one line.
+    """
     request = {"settings": run.settings(), "device": run.workload.device, "steps": steps}
     request |= {"document": document, "validate": validate}
-    answer = in_child("longctx.training.dry_run", request, seconds)
-    return DryRun([], failed=answer) if isinstance(answer, str) else DryRun(**answer)
-
-
-def in_child(module: str, request: dict[str, Any], seconds: float) -> dict[str, Any] | str:
-    """Return the JSON that `python -m module REQUEST OUT` writes to OUT; one line if it writes none
-    within `seconds`.
-    """
     with tempfile.TemporaryDirectory() as scratch:
         request_file, out = Path(scratch, "request.json"), Path(scratch, "out.json")
         request_file.write_text(json.dumps(request))
         try:
             process = subprocess.run(
-                system.python_command(module, str(request_file), str(out)),
+                system.python_command("longctx.training.dry_run", str(request_file), str(out)),
                 env=without_launcher(system.child_environment()),
                 capture_output=True,
                 text=True,
                 timeout=seconds,
             )
         except subprocess.TimeoutExpired:
-            return f"took longer than {seconds:.0f} s"
+            return DryRun([], failed=f"took longer than {seconds:.0f} s")
         if out.exists():
-            return json.loads(out.read_text())
+            return DryRun(**json.loads(out.read_text()))
     # The kernel kills a process if the machine has no memory left
     if process.returncode == -9:
-        return f"{OUT_OF_MEMORY}: the process was killed"
+        return DryRun([], failed=f"{OUT_OF_MEMORY}: the process was killed")
     lines = [line for line in process.stderr.splitlines() if line.strip()]
-    return lines[-1] if lines else f"exit code {process.returncode}"
+    return DryRun([], failed=lines[-1] if lines else f"exit code {process.returncode}")
 
 
 def longest_of(

@@ -39,8 +39,20 @@ def test_a_file_of_a_run_on_a_cpu_has_a_plan_for_another_machine(tmp_path, plann
 
 @pytest.mark.parametrize(("words", "parts"), FIGURES["answers"])
 def test_the_answer_comes_first(words, parts, planned):
-    line = planned(*words.split()).partition("\n\n")[0]
+    line = planned(*words.split()).partition("\n\n")[0].replace("\n    ", " ")
     assert line.startswith(parts[0]) and all(part in line for part in parts)
+
+
+def test_the_answer_waits_for_no_other_backend(planned, monkeypatch, capsys):
+    decide, printed = fitting.decide, dict[str, str]()
+
+    def decided(step, *limits):
+        printed.setdefault(step.attention.label, capsys.readouterr().out)
+        return decide(step, *limits)
+
+    monkeypatch.setattr(fitting, "decide", decided)
+    planned("model=tiny", "gpu=H100")
+    assert not printed["flash"] and printed["naive"].startswith("fits: flash")
 
 
 def test_the_longest_sequence_is_one_number(planned):
@@ -82,6 +94,8 @@ def test_a_model_that_a_run_refuses_has_no_plan(tmp_path, refused):
     settings = {"model_type": "bloom", "hidden_size": 32, "n_layer": 1, "n_head": 4}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     refused(main(["plan", f"init={tmp_path}", "seq_len=256"]), "model_type=bloom")
+    words = ["plan", "model=tiny", "graphs=true", "memory.offload=1"]
+    refused(main(words), "graphs=true: memory=")
 
 
 @pytest.mark.parametrize("here", [None, "NVIDIA GeForce RTX 4090", "NVIDIA H200"])

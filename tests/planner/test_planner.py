@@ -5,6 +5,7 @@ answers hang together.
 import json
 from dataclasses import replace
 from itertools import product
+from math import inf
 from typing import Any
 
 import pytest
@@ -154,6 +155,10 @@ def test_a_search_finds_what_trying_everything_finds(words, gpu, host):
         best = fitting.first_that_fits(replace(step, seq_len=tokens), *limits, chip)
         assert best is not None and fitting.fits(best, *limits)
         assert fitting.tokens_per_second(best, chip) >= fitting.AS_FAST * max(fit)
+    none = replace(step, seq_len=99 * longest)
+    each = (replace(none, memory=x) for x in memories)
+    least = min(predict(x).peak for x in each if fitting.fits(x, inf, limits[1]))
+    assert predict(fitting.smallest(none, limits[1])).peak == least
 
 
 def test_a_step_has_few_micro_batches():
@@ -171,7 +176,7 @@ def test_a_step_has_few_micro_batches():
     assert fitting.decide(workload(*small), H200, 128 * GIB).accumulate == 4
     for devices in (2, 3, 8):
         work = replace(workload(*small, seq_len=3000), devices=devices)
-        assert {x.sequences_per_step for x in fitting.merged(work)} == {work.sequences_per_step}
+        assert work.sequences_per_step == fitting.decide(work, H200, GIB, True).sequences_per_step
 
 
 def test_the_smallest_change_fits():

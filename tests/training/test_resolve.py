@@ -30,6 +30,7 @@ from longctx.training.dry_run import MULTIPLE, OUT_OF_MEMORY, DryRun, longest_of
 from longctx.training.model_choice import choose_model
 from longctx.training.pretrained import Choice
 from longctx.training.run import Run, scheduled
+from tests.planner.steps import FIGURES
 from tests.written import write_config
 
 H200 = Machine(1, hardware.chip("NVIDIA H200", 139.8 * GIB), 128 * GIB)
@@ -105,22 +106,21 @@ def test_longest_length_is_confirmed_near_the_limit(factor):
 
 
 @pytest.mark.parametrize(
-    ("probe", "gpu", "message"),
+    ("probe", "gib", "message"),
     [
-        (Card(1.0), replace(GPU, memory=2 * GIB), "seq_len=max: no length fits"),
-        (Card(100.0), GPU, "no length fits"),
-        (lambda work: DryRun([], failed="no driver"), GPU, "the probe of .* failed: no driver"),
+        (Card(1.0), 2, "seq_len=max: no length fits"),
+        (Card(100.0), 80, "no length fits"),
+        (lambda work: DryRun([], failed="no driver"), 80, "the probe of .* failed: no driver"),
     ],
 )
-def test_no_fitting_length_is_an_error(probe, gpu, message):
+def test_no_fitting_length_is_an_error(probe, gib, message):
     with pytest.raises(ValueError, match=message):
-        longest_probed(requested(), probe, gpu, HOST, print)
+        longest_probed(requested(), probe, replace(GPU, memory=gib * GIB), HOST, print)
 
 
 def test_longest_rows_are_taken_as_they_were_probed(monkeypatch):
     config = replace(cli.compose("train", ["model=1b", "seq_len=max"]).config, batch_size=1)
-    small = DryRun([1.0], memory={"memory_peak_gib": 0.0})
-    monkeypatch.setattr("longctx.training.dry_run.dry_run_in_child", lambda *_: small)
+    monkeypatch.setattr("longctx.training.dry_run.dry_run_in_child", lambda *_: DryRun([1.0]))
     lines: list[str] = []
     length = planned(config, H200, lines).seq_len
     assert length > 100_000 and any(f"{length:,}" in line for line in lines)
@@ -162,31 +162,12 @@ def test_fp8_is_refused_for_sizes_that_do_not_fit(overrides, message):
         config.check_model(config.model)
 
 
-WIDE = ["model=1b", "model.head_dim=128", "model.heads=16", "seq_len=32768"]
-NARROW = ["model=1b", "model.head_dim=80", "model.heads=24", "seq_len=32768"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "gpu", "backend"),
-    [
-        (WIDE, "H200", "flash"),
-        (WIDE, "A100", "flash"),
-        (NARROW, "RTX 4090", "sdpa"),
-        ([*NARROW, "precision=fp32", "memory=balanced"], "RTX 4090", "flash"),
-        (["model=124m", "seq_len=1024", "batch_size=4"], "A100", "flash"),
-        ([*NARROW, "graphs=true"], "RTX 4090", "flash"),
-        (NARROW, "Toaster", "flash"),
-        (["model=1b", "seq_len=max"], "L40S", "flash"),
-        (["model=tiny"], None, "sdpa"),
-        (["model=tiny", "model.softcap=30"], None, "flash"),
-    ],
-)
-def test_attention_auto_is_the_fastest_exact_one(overrides, gpu, backend, monkeypatch):
-    request = cli.compose("train", ["attention=auto", *overrides])
+@pytest.mark.parametrize(("words", "gpu", "backend"), FIGURES["auto"])
+def test_attention_auto_is_the_fastest_exact_one(words, gpu, backend, monkeypatch):
+    request = cli.compose("train", ["attention=auto", *words.split()])
     machine = CPU if gpu is None else replace(H200, gpu=hardware.chip(gpu, 79 * GIB))
     lines: list[str] = []
-    measured = DryRun([1.0], memory={})
-    monkeypatch.setattr("longctx.training.dry_run.dry_run_in_child", lambda *_: measured)
+    monkeypatch.setattr("longctx.training.dry_run.dry_run_in_child", lambda *_: DryRun([1.0]))
     as_typed = cli.compose("train", [f"attention={backend}"]).config.attention
     assert planned(request.config, machine, lines, tokens=32768).attention == as_typed
     assert lines[0].startswith(f"attention=auto: {backend}, ")
@@ -204,8 +185,7 @@ def test_the_word_for_attention_auto_is_written_down(overrides, tmp_path):
         cli.compose("train", ["attention=auto", "attention.options.kernel=portable"])
 
 
-HOST_OF_EIGHT = 1536 * GIB
-EIGHT = replace(H200, gpus=8, host_memory=HOST_OF_EIGHT)
+EIGHT = replace(H200, gpus=8, host_memory=1536 * GIB)
 
 
 def decided_on_eight(runs: Path, corpus: Path, *overrides: str) -> Run:
@@ -237,7 +217,7 @@ def test_longest_rows_of_several_gpus_are_predicted(tmp_path, corpus):
         assert any(f"{lengths[-1]:,}" in line and "not tried" in line for line in lines)
     assert lengths[2] == lengths[0] > 2 * lengths[1]
     run = decided_on_eight(tmp_path, corpus, "context.degree=auto", "seq_len=max")
-    assert fitting.fits(run.workload, fitting.room(H200.gpu), HOST_OF_EIGHT)
+    assert fitting.fits(run.workload, fitting.room(H200.gpu), EIGHT.host_memory)
     small = replace(EIGHT, gpu=hardware.chip("NVIDIA H200", 2 * GIB))
     with pytest.raises(ValueError, match="seq_len=max: no length is predicted to fit"):
         planned(config, small, lines)
@@ -290,7 +270,7 @@ def test_what_may_run_is_not_refused(overrides, machine):
     assert isinstance(config.seq_len, int)
     device = "cpu" if machine is CPU else "cuda"
     work = workload_of(config, device, config.seq_len)
-    needed = min(predict(step).peak for step in fitting.smallest(work)) / 1.2  # by a fifth too much
+    needed = predict(fitting.smallest(work)).peak / 1.2  # by a fifth too much
     if machine.gpu is None:
         check_fits(work, replace(machine, host_memory=needed))
     else:
