@@ -50,7 +50,7 @@ class StopSignal:
 
     @property
     def code(self) -> int:
-        """The exit code of a command that it has ended."""
+        """Return the exit code of a command that it has ended."""
         return 128 + (self.number or signal.SIGINT)
 
     @property

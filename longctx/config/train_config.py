@@ -215,7 +215,7 @@ class TrainConfig(Group):
 
     @property
     def data_as_read(self) -> DataConfig:
-        """The documents of the objective; a resumed run of init= has their tokenizer itself."""
+        """Return the objective's documents; a resumed run of init= has the tokenizer itself."""
         data = replace(self.data, preferences=self.objective.traits.data)
         is_own = self.init is not None and self.resume is not None
         return replace(data, tokenizer=self.resume) if is_own else data

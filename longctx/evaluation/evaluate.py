@@ -72,7 +72,7 @@ class Setup(NamedTuple):
 
     @property
     def source(self) -> str | dict[str, Any]:
-        """The documents as the JSON names them."""
+        """Return the documents as the JSON names them."""
         if self.own_split:
             return f"{self.config.split} split of the run's data"
         return asdict(self.config.data)

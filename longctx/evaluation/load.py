@@ -55,13 +55,13 @@ class TrainedModel(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the model in its results."""
+        """Return the name of the model in its results."""
         own = self.file.stem if self.run else self.file.name
         return own if self.hub is None else self.hub.repo.partition("/")[2]
 
     @property
     def home(self) -> Path:
-        """The folder that gets a folder of results: the run's, or one in the current folder."""
+        """Return the parent of the folder of results: the run's, or one of the current folder."""
         # A model's folder is not written into, and that of a run may be read-only
         if self.run and os.access(self.folder, os.W_OK):
             return self.folder

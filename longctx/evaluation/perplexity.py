@@ -125,7 +125,7 @@ class Perplexity:
 
     @property
     def total(self) -> Score:
-        """The sums over all documents."""
+        """Return the sums over all documents."""
         scored = [score for score in self.documents if score.tokens]
         return Score(
             f"all {len(self.documents):,}",
@@ -136,7 +136,7 @@ class Perplexity:
 
     @property
     def standard_error(self) -> float:
-        """The error of the mean nats per token, over documents like these; nan for one window."""
+        """Return the error of the mean nats per token, over such documents; nan for one window."""
         # For a single document it is over other windows of it
         scored = [(score.nats, score.tokens) for score in self.documents if score.tokens]
         return error_of_ratio(scored if len(scored) > 1 else self.windows)

@@ -267,7 +267,7 @@ class Progress(Bar):
 
     @property
     def units_per_second(self) -> float | None:
-        """The speed after the first batch, which warms up; None if there is only one."""
+        """Return the speed after the first batch, which warms up; None if there is only one."""
         if len(self.marks) < 3:
             return None
         (began, before), (ended, done) = self.marks[1:]

@@ -46,7 +46,7 @@ class Window(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The tokens that the model reads."""
+        """Return the tokens that the model reads."""
         return len(self.ids) - 1
 
     @property

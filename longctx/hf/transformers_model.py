@@ -279,13 +279,13 @@ class TransformersModel(GPT):
 
     @property
     def embed(self) -> nn.Embedding:  # type: ignore[override]
-        """The embedding; some models scale its rows."""
+        """Return the embedding; some models scale its rows."""
         embedding: nn.Embedding = self.backbone.get_input_embeddings()
         return embedding
 
     @property
     def blocks(self) -> Any:
-        """The layers of the decoder, the longest list of its modules."""
+        """Return the layers of the decoder, the longest list of its modules."""
         lists = [module for module in self.backbone.children() if isinstance(module, nn.ModuleList)]
         return max(lists, key=len)
 

@@ -77,7 +77,7 @@ class RMSNorm(nn.RMSNorm):
 
     @property
     def factor(self) -> Tensor:
-        """The weight, or 1 + weight: a small weight in 16 bits is not rounded to those of 1."""
+        """Return the weight, or 1 + weight: in 16 bits a small one has digits that 1 would take."""
         if not self.plus_one:
             return self.weight
         return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + 1
@@ -268,7 +268,7 @@ class Block(nn.Module):
         return self.attention.project(self.attention_norm(x), *angles)
 
     def after(self, x: Tensor, out: Tensor, needs_value: bool = True, normed: Any = None) -> Tensor:
-        """The block's output, from its input and attention's output (B, T, H, D)."""
+        """Return the block's output, from its input and attention's output (B, T, H, D)."""
         # A gate, or an MLP with the same norm, reads `normed`, made again if it is missing
         if self.reads_normed and normed is None:
             normed = self.attention_norm(x)

@@ -82,7 +82,7 @@ def add(model: GPT, config: LoraConfig) -> GPT:
 
 
 def layers(model: GPT) -> list[LoraLinear]:
-    """The layers of `model` that have a trained product beside their weight."""
+    """Return the layers of `model` that have a trained product beside their weight."""
     return [module for module in model.modules() if isinstance(module, LoraLinear)]
 
 

@@ -387,7 +387,7 @@ class _Sums:
                 self.sums[n] = widened(part) if total is None else total.add_(part)
 
     def gradients(self) -> list[Tensor | None]:
-        """The sums, in the precision of the weights."""
+        """Return the sums, in the precision of the weights."""
         pairs = zip(self.sums, self.weights, strict=True)
         return [None if total is None else total.to(x.dtype) for total, x in pairs]
 

@@ -50,7 +50,7 @@ class Launched:
 
     @property
     def nodes(self) -> int:
-        """The number of machines."""
+        """Count the machines."""
         return self.ranks // self.local_ranks
 
     @property

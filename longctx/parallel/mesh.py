@@ -89,17 +89,17 @@ class Parallel:
 
     @property
     def rank(self) -> int:
-        """The number of this process."""
+        """Return the number of this process."""
         return self.launched.rank
 
     @property
     def ranks(self) -> int:
-        """The number of processes."""
+        """Return the number of processes."""
         return self.launched.ranks
 
     @property
     def data_rank(self) -> int:
-        """The number of this process's sequences: ranks that share sequences have the same."""
+        """Return the number of this rank's sequences; ranks that share sequences have the same."""
         return self.rank // (self.ranks // self.data_ranks)
 
     @property

@@ -200,7 +200,7 @@ class GPTConfig(mixers.MixerKeys):
     # A search asks thousands of steps of one model
     @cached_property
     def blocks(self) -> list[BlockSpec]:
-        """The parts of every block; layers that are alike share one value."""
+        """Return the parts of every block; layers that are alike share one value."""
         # All else is the same in every layer
         lists = [attrgetter(name)(self) or () for name in LISTS]
         differences = [(self.mixer_of(n), *(n in x for x in lists)) for n in range(self.layers)]

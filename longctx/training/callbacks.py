@@ -127,7 +127,7 @@ class EarlyStopping(Callback):
 
     @property
     def kept_step(self) -> int:
-        """The step whose checkpoint is not deleted; 0 for none."""
+        """Return the step whose checkpoint is not deleted; 0 for none."""
         return self.kept[1] if self.kept and self.parts.run.config.keep_best else 0
 
     def ends(self) -> bool:
