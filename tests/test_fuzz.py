@@ -108,15 +108,15 @@ def test_attention_is_its_definition_under_any_mask(case, seed):
 
 @given(st.lists(st.integers(0, 300), max_size=60), st.integers(2, 64))
 @examples(100)
-def test_packing_has_every_token_once_in_rows_that_hold_them(sizes, seq_len):
+def test_packing_has_every_token_once_and_fits(sizes, seq_len):
     documents = np.arange(len(sizes), dtype=np.int64)
     packing = pack(np.asarray(sizes, dtype=np.int64), seq_len, documents)
     placed = [np.zeros(size, np.int64) for size in sizes]
-    for document, start, length in zip(
-        packing.document, packing.start, packing.length, strict=True
-    ):
+    pieces = zip(packing.document, packing.start, packing.length, strict=True)
+    for document, start, length in pieces:
         placed[document][start : start + length] += 1
     assert all((one == 1).all() for one in placed)
+    assert (np.add.reduceat(packing.length, packing.bounds[:-1]) <= seq_len).all()
 
 
 # Words of a command line
