@@ -244,11 +244,11 @@ class TrainConfig(Group):
         if getattr(self.objective, "reference", None) == "step" and self.lora.rank is None:
             yield "objective.reference=step: only LoRA can be switched off; use lora.rank="
         if not self.data.packing:
-            yield f"{setting} with data.packing=false: the answers to a prompt share a sequence"
+            yield f"{setting} with data.packing=false: answers share a sequence; leave it out"
         if self.seq_len_schedule:
             yield f"{setting} with seq_len_schedule: longer answers would not fit; leave it out"
         if self.graphs.lower() == "true":
-            yield f"{setting} with graphs=true: its sums are no graph; use graphs=auto"
+            yield f"{setting} with graphs=true: no CUDA graph holds its step; use graphs=auto"
 
     def _problems_of_schedules(self) -> Iterator[str]:
         """Yield a message for keys of another schedule than lr_schedule, and unless the lengths of
@@ -291,7 +291,7 @@ class TrainConfig(Group):
         if count is None:
             return
         if len(dense) == model.layers:
-            yield f"model.experts.dense_layers={dense}: leaves no layer with experts"
+            yield f"model.experts.dense_layers={dense}: leaves no layer with experts; give fewer"
         if self.precision == "fp8":
             yield f"precision=fp8: model.experts.count={count} has no FP8; use precision=bf16"
         if (self.lora.rank or 0) % 8 and {"gate_up", "down"} & {*self.lora.targets}:
@@ -308,7 +308,7 @@ class TrainConfig(Group):
                 yield f"precision=fp8: {name} is {size}, and FP8 products need multiples of 16"
         layers, setting = model.layers, f"bf16_layers={self.bf16_layers}"
         if self.lora.base is not None:
-            yield f"precision=fp8: rounds 16-bit weights, and lora.base={self.lora.base} has none"
+            yield f"precision=fp8: lora.base={self.lora.base} has no 16-bit weights; use bf16"
         if any(not -layers <= layer < layers for layer in self.bf16_layers):
             yield f"{setting}: layers from 0 to {layers - 1}, or from the last, -1"
         if len({layer % layers for layer in self.bf16_layers}) == layers:
