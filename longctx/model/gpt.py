@@ -221,13 +221,13 @@ class GPT(nn.Module):
         masks = self.masks(mask, shards, len(tokens))
         return self.norm(self._through_blocks(tokens, angles, masks))
 
-    def masks(self, mask: Mask, shards: Shards, rows: int) -> list[Any]:
-        """Return each layer's mask, or a mixer's `Batch`. The bound `mask` has `rows` sequences."""
+    def masks(self, mask: Mask, shards: Shards, sequences: int) -> list[Any]:
+        """Return each layer's mask, or a mixer's `Batch`; `mask` is bound to these `sequences`."""
 
         @cache  # for all layers that have the window
         def made(window: int | None, is_mixer: bool) -> Any:
             windowed = mask if window is None else mask.windowed(window)
-            return Batch(windowed, rows, shards.ranks) if is_mixer else shards.mask(windowed)
+            return Batch(windowed, sequences, shards.ranks) if is_mixer else shards.mask(windowed)
 
         are_mixers = [isinstance(block.attention, Mixer) for block in self.blocks]
         return list(map(made, map(self.config.window_of, range(len(self.blocks))), are_mixers))

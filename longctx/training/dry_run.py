@@ -73,11 +73,11 @@ class Answers(NamedTuple):
     has_reference: bool
 
 
-class RandomRows(Dataset[dict[str, Tensor]]):
-    """Rows of random tokens in documents of `document` tokens.
+class RandomSequences(Dataset[dict[str, Tensor]]):
+    """Sequences of random tokens in documents of `document` tokens.
 
-    Attention takes time by the document, memory by the row. With `answers`, two documents are the
-    sides of a pair, without prompts: all tokens are learned.
+    Attention takes time by the document, memory by the sequence. With `answers`, two documents are
+    the sides of a pair, without prompts: all tokens are learned.
     """
 
     def __init__(
@@ -170,11 +170,11 @@ def random_batches(run: Run, document: int | None) -> Iterator[list[MicroBatch]]
     if kind is not None:
         answers = Answers(REJECTED if kind == "pairs" else UNRELATED, run.caches_reference)
     length = document or workload.seq_len // (1 if kind is None else 2)
-    rows = RandomRows(workload.model.vocab_size, workload.seq_len, length, answers)
+    sequences = RandomSequences(workload.model.vocab_size, workload.seq_len, length, answers)
     size = workload.batch_size * workload.accumulate
     order = (list(range(first, first + size)) for first in count(0, size))
     # One process draws random tokens faster than a step takes them
-    return read_ahead(run, rows, order, min(run.config.workers, 1))
+    return read_ahead(run, sequences, order, min(run.config.workers, 1))
 
 
 def dry_run_in_child(

@@ -47,7 +47,7 @@ def test_a_dry_run_is_deterministic_where_its_run_is(small):
 
 
 def test_documents_shorten_attention_and_nothing_else(small):
-    row = dry.RandomRows(64, 33, 10)[5]
+    row = dry.RandomSequences(64, 33, 10)[5]
     assert row["doc_ids"].tolist() == [i // 10 for i in range(33)]
     assert torch.equal(row["tokens"][1:], row["targets"][:-1])
     assert dry.dry_run(small, 1, document=1).pairs == 2 * 3 * 33
@@ -57,7 +57,7 @@ def test_documents_shorten_attention_and_nothing_else(small):
 def test_dry_run_of_answers_has_pairs(small, name, other):
     config = dataclasses.replace(small.config, objective=ObjectiveConfig.of(name))
     run = dataclasses.replace(small, config=config)
-    row = dry.RandomRows(64, 33, 10, dry.Answers(other, True))[5]
+    row = dry.RandomSequences(64, 33, 10, dry.Answers(other, True))[5]
     assert row["doc_ids"].unique().tolist() == [0, other, SIDES, SIDES + other]
     assert (row["targets"] == IGNORED).nonzero().flatten().tolist() == [9, 19, 29, 32]
     assert row["reference"].shape == (2, SIDES)
