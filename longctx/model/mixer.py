@@ -56,8 +56,7 @@ class Batch:
     @cached_property
     def documents(self) -> Tensor:
         """Return each token's document, (B, T) int64, counted through all sequences."""
-        begins = (self.positions == 0).flatten()
-        return begins.cumsum(0).sub(1).view(self.sequences, self.length)
+        return (self.positions == 0).flatten().cumsum(0).view(self.sequences, self.length) - 1
 
     @property
     def seen(self) -> Tensor:

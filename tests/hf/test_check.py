@@ -93,7 +93,7 @@ class Counting(Sound):
 class Drawing(Sound):
     def __init__(self, *given):
         super().__init__(*given)
-        self.drawn = torch.rand(())  # in no checkpoint
+        self.drawn = float(torch.rand(()))  # in no checkpoint
 
     def forward(self, x, batch):
         return self.drawn * super().forward(x, batch)
