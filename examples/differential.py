@@ -60,7 +60,9 @@ class DifferentialAttention(Attending):
     def subtracted(self, both: Tensor) -> Tensor:
         """Return y (B, T, H, D) of the outputs of the two, (B, T, pairs, 2, group, 2D)."""
         start = self.part.options["start"]
-        added, taken = self.mix.float().view(2, 2, -1).prod(1).sum(1).exp()
+        # The gradient of torch's `prod` waits for the GPU, which a CUDA graph cannot
+        a, b = self.mix.float().view(2, 2, -1).unbind(1)
+        added, taken = (a * b).sum(1).exp()
         share = added - taken + start
         difference = both[:, :, :, 0].float() - share * both[:, :, :, 1].float()
         normed = rms_norm(difference, self.scales.shape, self.scales.float(), 1e-5)

@@ -18,11 +18,11 @@ from longctx.attention.description import SCORES
 from longctx.config import fields
 from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
-from longctx.model.mixers.description import MIXERS
 from longctx.parallel import devices
 from longctx.planner.peak_memory import predict
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB
+from tests.model.test_mixers import loaded
 from tests.processes import ROOT
 from tests.test_docs import blocks
 
@@ -296,11 +296,8 @@ def test_arena_writes_a_page_of_mixers_and_plugins(tmp_path, monkeypatch, capsys
     words = ["arena", f"mixers={','.join(names)}", "tokens=256", "lengths=64", files, *TINY[:-2]]
     words += ["passkeys=256", "data.vocab_size=300", "data.documents=20", "seq_len=64"]
     words += ["batch_size=1", "accumulate=1", "val_rows=2", "compile=false", "device=cpu"]
-    assert main(words) == 0
-    del MIXERS["slopes"], SCORES["alibi"], SCORES["first_and_last"]
-    # Or the files would not register them again for another test
-    for name in [name for name in sys.modules if name.startswith(("my_slopes_", "my_scores_"))]:
-        del sys.modules[name]
+    with loaded(tmp_path / "my_slopes.py"), loaded(tmp_path / "my_scores.py", SCORES):
+        assert main(words) == 0
     page = json.loads((tmp_path / "runs/arena/page.json").read_text())
     assert [row["mixer"] for row in page["rows"]] == names
     assert not any(row["failed"] for row in page["rows"]), page["rows"]

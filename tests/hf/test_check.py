@@ -115,7 +115,6 @@ FAULTS = {
 def test_each_fault_is_found(fault, capsys, monkeypatch):
     monkeypatch.setitem(MIXERS, "fault", fault)
     code = check.check("fault")
-    assert len(check.Trial("fault", "naive", "cpu").model(layers=1).blocks) == 1  # for strides
     lines = capsys.readouterr().out.splitlines()
     failed = {line[8:40].strip() for line in lines if line.startswith("FAILED")}
     assert failed >= FAULTS[fault] and (code, bool(failed)) in ((0, False), (1, True))

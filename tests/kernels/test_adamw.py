@@ -41,8 +41,7 @@ def test_it_writes_nothing_past_the_end():
     places = [inputs(2000, seed=seed).abs() for seed in range(4)]
     before = [x.clone() for x in places]
     adamw_(*(x[:1500] for x in places), None, rates(1), BETAS, EPS)
-    for x, old in zip(places, before, strict=True):
-        assert torch.equal(x[1500:], old[1500:])
+    assert all(torch.equal(x[1500:], y[1500:]) for x, y in zip(places, before, strict=True))
     assert not torch.equal(places[0][:1500], before[0][:1500])
 
 

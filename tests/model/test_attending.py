@@ -6,16 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.autograd.profiler import profile
 
 from longctx.attention import Mask
 from longctx.attention.description import AttentionConfig
 from longctx.model import GPT
+from longctx.model.mixer import Batch
 from longctx.parallel.devices import mixers
 from longctx.spec.model_config import GPTConfig
 from tests.model.test_mixers import SIZES, loaded, small, step
 from tests.processes import ROOT
 
 NAMES = ("fox", "xsa", "differential")
+MORE = {"window": 4, "attention_gate": "channel", "qk_norm": "head"}
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +38,7 @@ def gradients(model: GPT) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "changes", [{}, {"window": 4, "attention_gate": "channel", "qk_norm": "head"}]
-)
+@pytest.mark.parametrize("changes", [{}, MORE])
 def test_the_kernel_and_its_gradients_are_the_formula(name, changes):
     found = gradients(small(name, **changes))
     model = small(name, **changes)
@@ -45,8 +46,7 @@ def test_the_kernel_and_its_gradients_are_the_formula(name, changes):
         block.attention.forward = block.attention.naive
     torch.testing.assert_close(found, gradients(model), rtol=1e-4, atol=1e-5)
     assert all(x.abs().max() > 0 for x in found)
-    plain = small("softmax", **changes)
-    assert (gradients(plain)[0] - found[0]).abs() > 1e-3
+    assert (gradients(small("softmax", **changes))[0] - found[0]).abs() > 1e-3
 
 
 def test_forgetting_begins_anew_in_each_document():
@@ -64,6 +64,17 @@ def test_deterministic_sums_are_those_of_cumsum(monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     monkeypatch.setattr(torch.Tensor, "cumsum", None)  # which raises on a GPU
     torch.testing.assert_close(forward.__func__.__globals__["running_sums"](x), expected)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "mla"])
+def test_graphs_can_hold_their_passes(name):
+    layer, x = small(name).blocks[0].attention, torch.randn(1, 37, 48, requires_grad=True)
+    layer.attend, batch = lambda q, *_: q * 2, Batch(Mask.causal().bind(1, 37, 37, "cpu"), 1)
+    tensors = layer.project(x, *small(name).ropes[0](batch.positions))
+    with profile() as calls:
+        layer.branch(layer(*tensors, batch), x).sum().backward()
+    waits = {"aten::nonzero", "aten::_local_scalar_dense"}  # for a GPU
+    assert not waits & {x.name for x in calls.function_events}
 
 
 def test_settings_that_they_lack_are_refused():
