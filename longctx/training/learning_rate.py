@@ -127,39 +127,39 @@ def default_learning_rate(config: TrainConfig, model: GPTConfig) -> float:
     return 1 / (divisor * config.objective.traits.slower)  # exactly 1e-6 of dpo
 
 
-def progress(step: int, run: Schedule) -> float:
+def progress(step: int, schedule: Schedule) -> float:
     """Return the share of the steps after the warm-up that are before `step`, 1 at the last."""
-    return (step - run.warmup_steps) / max(1, run.max_steps - 1 - run.warmup_steps)
+    return (step - schedule.warmup_steps) / max(1, schedule.max_steps - 1 - schedule.warmup_steps)
 
 
-def cosine(step: int, run: Schedule) -> float:
+def cosine(step: int, schedule: Schedule) -> float:
     """Fall slowly, then fast, then slowly again."""
-    least: float = run.keys["min_lr_ratio"]
-    return least + (1 - least) * (0.5 * (1 + math.cos(math.pi * progress(step, run))))
+    least: float = schedule.keys["min_lr_ratio"]
+    return least + (1 - least) * (0.5 * (1 + math.cos(math.pi * progress(step, schedule))))
 
 
-def linear(step: int, run: Schedule) -> float:
+def linear(step: int, schedule: Schedule) -> float:
     """Fall by the same amount in each step."""
-    return float(1 - (1 - run.keys["min_lr_ratio"]) * progress(step, run))
+    return float(1 - (1 - schedule.keys["min_lr_ratio"]) * progress(step, schedule))
 
 
-def wsd(step: int, run: Schedule) -> float:
+def wsd(step: int, schedule: Schedule) -> float:
     """Stay at the peak, then fall: warm-up, stable, decay."""
-    least, start = run.keys["min_lr_ratio"], run.keys["lr_decay_from"]
+    least, start = schedule.keys["min_lr_ratio"], schedule.keys["lr_decay_from"]
     if start is None:
-        share = run.keys["lr_decay_share"] or DECAY_SHARE
+        steps = round((schedule.keys["lr_decay_share"] or DECAY_SHARE) * schedule.max_steps)
         # The warm-up comes first, also in a run that is all decay
-        start = max(run.warmup_steps, run.max_steps - max(1, round(share * run.max_steps)))
+        start = max(schedule.warmup_steps, schedule.max_steps - max(1, steps))
     if step < start:
         return 1.0
-    decay = (step + 1 - start) / (run.max_steps - start)
-    fallen = math.sqrt(decay) if run.keys["lr_decay_shape"] == "1-sqrt" else decay
+    decay = (step + 1 - start) / (schedule.max_steps - start)
+    fallen = math.sqrt(decay) if schedule.keys["lr_decay_shape"] == "1-sqrt" else decay
     return float(1 - (1 - least) * fallen)
 
 
-def inverse_sqrt(step: int, run: Schedule) -> float:
+def inverse_sqrt(step: int, schedule: Schedule) -> float:
     """Fall as the root of the steps done, which need no end: the warm-up is its scale."""
-    return math.sqrt(max(1, run.warmup_steps) / (step + 1))
+    return math.sqrt(max(1, schedule.warmup_steps) / (step + 1))
 
 
 LEAST = {"min_lr_ratio": 0.1}
@@ -168,4 +168,4 @@ register("cosine", ScheduleTraits(cosine, LEAST))
 register("linear", ScheduleTraits(linear, LEAST))
 register("wsd", ScheduleTraits(wsd, LEAST | DECAY))
 register("inverse_sqrt", ScheduleTraits(inverse_sqrt))
-register("constant", ScheduleTraits(lambda step, run: 1.0))
+register("constant", ScheduleTraits(lambda step, schedule: 1.0))
