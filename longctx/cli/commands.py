@@ -225,7 +225,7 @@ def check_paths(config: TrainConfig) -> None:
 def _start(request: Request[Any], *names: str) -> int:
     """Import `names` in each process of the `request`, and call the last one, a function."""
     processes, strategy = launched(request.config), request.config.strategy.name
-    why = "several devices share the model, and there is one; give devices=N, or leave it out"
+    why = "several devices share the model, and there is one; give devices=N or strategy=auto"
     fields.refuse((processes.ranks == 1 and strategy != "auto", f"strategy={strategy}: {why}"))
     if processes.are_to_start:
         return supervise(processes)
