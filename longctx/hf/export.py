@@ -40,6 +40,7 @@ NAMES = ("tokenizer", "tokenizer_config", "special_tokens_map")
 TOKENIZER_FILES = (*(f"{name}.json" for name in NAMES), "chat_template.jinja")
 FUSED = ("gate_proj", "up_proj", "down_proj")  # of an expert, in transformers' tensors of all
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MERGED = "leave adapter out to write the merged model"
 SHORT_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -196,11 +197,13 @@ def run_adapter(
     init = str(config.get("init"))
     folder, opened_with = hub_snapshot.folder(init, "init"), None
     given = f"adapter=true: init={init} is of a run, and peft opens Hugging Face folders only"
-    refuse((run_folder.is_run(folder), f"{given}; leave adapter out to write the merged model"))
+    refuse((run_folder.is_run(folder), f"{given}; {MERGED}"))
     base, revision = hub_snapshot.model_name(init) or (str(folder.resolve()), None)
     # Models of transformers keep their positions
     if model.config.has_kernels:
-        source = read_model(folder)[1]
+        source, vocabulary = read_model(folder)[1], model.config.vocab_size
+        grown = f"adapter=true: init={init} lacks rows of model.vocab_size={vocabulary}"
+        refuse((vocabulary != source.vocab_size, f"{grown}; {MERGED}"))
         positions = ("rope_theta", "rope_scaling", "context")
         if any(getattr(model.config, key) != getattr(source, key) for key in positions):
             opened_with = write_config(model.config, max(seq_len, model.config.context or 0))
@@ -246,10 +249,6 @@ def export_adapter(
         "r": config.rank,
         "lora_alpha": config.scaling * (config.rank or 1),
         "use_rslora": config.rslora,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
         "target_modules": sorted({path.rpartition(".")[2] for path in paths if path not in fused}),
         "target_parameters": [*parameters, *(f"{path}.weight" for path in fused)],
     }
@@ -266,19 +265,18 @@ def additions(model: GPT, in_wrapper: bool) -> tuple[dict[str, Tensor], list[str
     ValueError for a layer that peft does not adapt.
     """
     tensors: dict[str, Tensor] = {}
-    merged = "leave adapter out to write the merged model"
     paths, parameters = list[str](), list[str]()
     modules = model.named_modules()
     layers = {f"{name}.weight": x for name, x in modules if isinstance(x, lora.LoraLinear)}
     pieces = model_folder.format_of(model.config).pieces(model)
     for theirs, shares in shares_of(pieces).items():
         adapted = {piece.ours for piece in shares if piece.ours in layers}
-        apart = f"adapter=true: peft cannot adapt parts of {theirs} apart; {merged}"
+        apart = f"adapter=true: peft cannot adapt parts of {theirs} apart; {MERGED}"
         refuse((len(adapted) > 1, apart))
         for layer in map(layers.__getitem__, adapted):
             name = theirs.removesuffix(".weight")
             # For the sake of kernels that read its weight past the module
-            refused = f"adapter=true: peft refuses {name} of this family; {merged}"
+            refused = f"adapter=true: peft refuses {name} of this family; {MERGED}"
             refuse((name.endswith("mixer.out_proj"), refused))
             # A wrapper's language model lies one level deeper
             if in_wrapper:

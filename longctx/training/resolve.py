@@ -46,7 +46,7 @@ def resolve(
     # A resumed run tells of its documents if they are others
     is_too_small = not config.resume and size is not None and size < tokens
     given = f"model.vocab_size={size}: the tokenizer has {tokens:,} tokens"
-    refuse((is_too_small, f"{given}; use at least that, or null to follow it"))
+    refuse((is_too_small, f"{given}; use at least that"))
     step = step_of(choice, tokens, request.overrides.keys(), say)
     plan = planner.plan(step, machine, say, partial(dry_run.longest_of, config, machine, say))
     step = plan.step

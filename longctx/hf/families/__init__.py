@@ -17,6 +17,7 @@ from longctx import files, untrusted
 from longctx.config.fields import refuse, shown
 from longctx.hf.families.config_json import TABLES, ConfigJson
 from longctx.hf.families.family import PARTS, Family
+from longctx.runs.run_folder import flat, plain
 from longctx.spec.model_config import GPTConfig
 
 FAMILIES: dict[str, Family] = {}
@@ -114,9 +115,10 @@ def write_config(config: GPTConfig, context: int) -> dict[str, Any]:
             found = family.read(ConfigJson(Path("config.json"), family.defaults | keys))
             if _comparable(found, context) == wanted:
                 return keys
-    sizes = FAMILIES["llama"].sizes.values()
-    usual = vars(GPTConfig()) | {key: getattr(config, key) for key in ("source", *sizes)}
-    named = [f"model.{key}={shown(x)}" for key, x in vars(config).items() if x != usual.get(key, x)]
+    sizes = ("source", *FAMILIES["llama"].sizes.values())
+    usual = replace(GPTConfig(), **{key: getattr(config, key) for key in sizes})
+    own, others = (flat(plain(model)) for model in (config, usual))
+    named = [f"model.{key}={shown(x)}" for key, x in own.items() if x != others.get(key, ...)]
     problem = f"no class of transformers has all of this model: {', '.join(named)}"
     raise ValueError(f"{problem}; generate, chat and eval take the run itself")
 
