@@ -111,7 +111,7 @@ def mlp_backward(block: BlockSpec, p: Pass) -> float:
     if block.attention.gate_size or block.shares_norm:  # the input of attention
         needed += e * C * n + of_norm(block.attention_norm, tile)
     needed += p.weight_copy * weights_after(block)
-    if n < p.tokens or p.in_groups:
+    if n < p.tokens or p.heads_at_once:
         # Attention's output has its gradient for all tokens; of the tile before sums are left
         sums = p.gradient * weights_after(block) * (n < p.tokens)
         needed += e * q * p.tokens + sums
@@ -133,9 +133,15 @@ def attention_backward(block: BlockSpec, p: Pass) -> float:
         gradients = gradients if block.attention.softmax_calls else 0
         own = gradients + block.attention.cost(e).backward
         return (e * (C + q) + own) * p.tokens + p.gradient * block.weights + again
-    if p.in_groups:
-        # Residual; do, in whose place dq comes, dk, dv; of a group q, k, v, the output, dq, dk, dv
-        needed = e * (C + q + 2 * kv) * p.tokens + e * (3 * q + 4 * kv) * p.tokens / p.head_parts
+    if p.heads_at_once:
+        # Residual; do, in whose place dq comes; of a group q, k, v, the output, dq, dk, dv
+        share, group = largest_group(block.attention, p), e * (3 * q + 4 * kv) * p.tokens
+        needed = e * (C + q) * p.tokens + share * group
+        # dk and dv of all heads come after the kernel of the first group, and stay next to that of
+        # the second, which may be smaller
+        kernel, less = attention_workspace(block.attention, p), share - min(share, 1 - share)
+        both = 2 * e * kv * p.tokens * (share < 1)
+        needed += max(0.0, both - kernel, both - less * (group + kernel / share))
         needed += p.gradient * weights_after(block)
         return needed + p.unpacked * block.attention.linears[0].weights
     # Residual; do, dq, dk, dv; gradients of the weights after attention
@@ -189,27 +195,30 @@ def of_score(part: AttentionSpec, p: Pass) -> int:
 def attention_workspace(part: AttentionSpec, p: Pass) -> float:
     """Return the bytes that attention's backward takes besides its inputs and outputs."""
     if isinstance(part, MixerSpec):
-        whole = p._replace(head_parts=1, in_groups=False)
+        whole = p._replace(head_parts=1, heads_at_once=0)
         return attention_workspace(part.softmax, whole) if part.softmax_calls else 0
-    if p.in_groups:
-        # As of all heads and fewer tokens
-        fewer = p._replace(tokens=p.tokens // p.head_parts, head_parts=1, in_groups=False)
-        return attention_workspace(part, fewer)
+    tokens = p.tokens * largest_group(part, p)  # a group takes as much as all heads of fewer tokens
     e, q, heads = p.activation, part.query_size, part.model.heads
     if p.backend.score_bytes is not None:
         # else probabilities make room for a part
         each = FP32 if p.is_compiled else 2 * FP32 + e
         each = of_score(part, p) + e + 2 * FP32 if p.recompute == "block" else each
-        return each * heads * p.tokens * p.keys
+        return each * heads * tokens * p.keys
     lse_and_delta = 2 * FP32 * heads
     if p.backend.kernels:  # as if every GPU were a Hopper: on others it may be a sum of dq too much
         is_summed = p.on_gpu and kernel_on("hopper", part, p) == "hopper"
         sums_of_dq = FP32 * heads * hopper_size(part.model.head_size) if is_summed else 0
-        return lse_and_delta * p.tokens + sums_of_dq * p.tokens / p.head_parts
+        return lse_and_delta * tokens + sums_of_dq * tokens / p.head_parts
     again = e * q if p.recompute == "block" else 0
     # dk and dv of every query head, before they are summed
     repeated = 2 * e * q if heads != part.model.kv_heads else 0
-    return (lse_and_delta + FP32 * q + repeated + again) * p.tokens
+    return (lse_and_delta + FP32 * q + repeated + again) * tokens
+
+
+def largest_group(part: AttentionSpec, p: Pass) -> float:
+    """Return the share of the heads that the first of `heads_at_once` groups has."""
+    heads: int = part.model.kv_heads
+    return min(p.heads_at_once or heads, heads) / heads
 
 
 def kernel_on(generation: str, part: AttentionSpec, p: Pass) -> str:

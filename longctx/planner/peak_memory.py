@@ -127,7 +127,7 @@ class _Step:
         ]
         # Bytes on the GPU of the first 0, 1, ... blocks; the first of all keep theirs on the host
         self.away = round((self.memory.offload or 0.0) * self.L)
-        self.reads_host = self.through.in_groups and bool(self.memory.offload)
+        self.reads_host = bool(self.through.heads_at_once and self.memory.offload)
         here = [0.0] * self.away + self.saved_by_block[self.away :]
         self.saved_by_first = [0.0, *accumulate(here)]
         for n, (x, out) in enumerate(read_from_host(workload)):  # tiles, one ahead of its use
@@ -189,7 +189,9 @@ class _Step:
         copies = sum((layer.saved.intercept for layer in of_layers), 0.0)
         at_loss = {GRADIENTS: before, PARAMETERS: copies}
         yield "loss", _sum(always, at_loss, saved, self.loss())
-        if self.through.in_groups:  # with little else, the stream, attention's output, their sum
+        if (
+            self.through.heads_at_once
+        ):  # with little else, the stream, attention's output, their sum
             forward = self.forward(self.through) + FP32 * self.model.heads * self.N  # and the lse
             # No block after the last one has weights on their way from the host
             for name, at in ("last", self.L - 1), ("last but one", max(0, self.L - 2)):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 from longctx.attention.description import AUTO, AttentionConfig
 from longctx.planner import fitting, step_time
@@ -36,15 +35,6 @@ class Plan:
     memory: Memory
     time: Seconds | None  # of an unknown chip, or on a CPU
     note: str = ""
-
-
-class Limits(NamedTuple):
-    """Bytes of memory for one process: in all, to be filled by a step, and on the host."""
-
-    name: str
-    total: float
-    usable: float
-    host: float
 
 
 def plan(
@@ -109,36 +99,35 @@ def able_divisions(step: Workload) -> list[Division]:
     return free or list(step.divisions)
 
 
-def limits(workload: Workload, machine: Machine) -> Limits:
-    """Return the memory of `machine` for each process of `workload`."""
+def limits(workload: Workload, machine: Machine) -> tuple[str, float, float, float]:
+    """Return the name of the memory for each process of `workload`, its bytes in all and to be
+    filled by a step, and those on the host.
+    """
     if (gpu := machine.gpu) and workload.device == "cuda":
-        return Limits("GPU memory", gpu.memory, fitting.room(gpu), machine.host_memory)
+        return "GPU memory", gpu.memory, fitting.room(gpu), machine.host_memory
     # Each process has its own tensors, the host's share among them; within_memory leaves a tenth
     total = machine.host_memory / workload.devices_per_machine
-    return Limits("memory", total, 0.9 * total, float("inf"))
+    return "memory", total, 0.9 * total, float("inf")
 
 
 def check_fits(step: Workload, machine: Machine) -> None:
     """Raise ValueError, with a step that fits, if `step` is predicted to take clearly more memory
     than `machine` has, with all settings left open by memory=. A prediction may be wrong.
     """
-    there, clearly = limits(step, machine), CLEARLY[step.device]
-    host_limit = clearly * there.host + fitting.HOST_LEFT
-    if fitting.first_that_fits(step, clearly * there.total, host_limit):
+    (name, total, usable, host), clearly = limits(step, machine), CLEARLY[step.device]
+    if fitting.first_that_fits(step, clearly * total, clearly * host + fitting.HOST_LEFT):
         return
     smallest = fitting.smallest(step)
     predicted = predict(smallest)
+    advice = fitting.smallest_change(smallest, usable, host)
     text = f"{fitting.on_host(smallest, predicted) / GIB:,.1f} GiB of host memory"
-    total = there.host
-    if predicted.peak > clearly * there.total:
-        largest, total = predicted.largest, there.total
-        share = f"{predicted.gpu[largest] / GIB:,.1f} of it for {largest}"
-        text = f"{predicted.peak / GIB:,.1f} GiB of {there.name}, {share}"
-    advice = fitting.smallest_change(smallest, there.usable, there.host)
+    if predicted.peak > clearly * total:
+        share = f"{predicted.gpu[predicted.largest] / GIB:,.1f} of it for {predicted.largest}"
+        text, host = f"{predicted.peak / GIB:,.1f} GiB of {name}, {share}", total
     raise ValueError(
         f"seq_len={smallest.seq_len} batch_size={smallest.batch_size} "
         f"memory={smallest.memory}: a step is predicted to take {text}, and there are "
-        f"{total / GIB:,.1f}; try {advice}"
+        f"{host / GIB:,.1f}; try {advice}"
     )
 
 
@@ -146,14 +135,14 @@ def explain(step: Workload, steps_done: int, machine: Machine, used: float | Non
     """Return the line for a step that ran out of memory: predicted and `used` bytes, the largest
     term, and the smallest change that fits.
     """
-    there, predicted = limits(step, machine), predict(step)
+    (name, total, usable, host), predicted = limits(step, machine), predict(step)
     of = "" if used is None else f"{used / GIB:.1f} GiB used of "
     # It did not fit, whatever was predicted: the advice must be predicted to take clearly less
-    limit = min(there.usable, 0.9 * predicted.peak)
-    advice = fitting.smallest_change(step, limit, there.host)
+    limit = min(usable, 0.9 * predicted.peak)
+    advice = fitting.smallest_change(step, limit, host)
     largest = predicted.gpu[predicted.largest] / GIB
     return (
-        f"out of {there.name} in step {steps_done + 1} ({of}{there.total / GIB:.1f} GiB; "
+        f"out of {name} in step {steps_done + 1} ({of}{total / GIB:.1f} GiB; "
         f"{predicted.peak / GIB:.1f} predicted) at seq_len={step.seq_len}, "
         f"batch_size={step.batch_size}, memory={step.memory}: "
         f"{predicted.largest} take {largest:.1f} GiB of it; try {advice}"

@@ -92,7 +92,7 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     more = sum(n % (memory.keep_every or 1) for n in range(L)) / L
     again = memory.again * (before + after * (more + 1))
     # A group of heads projects all of them, in both passes and for an output made again
-    groups = workload.head_parts if memory.heads_at_once else 1
+    groups = ceil(model.kv_heads / (memory.heads_at_once or model.kv_heads))
     projected = groups * (2 + (memory.attention_again or 0.0)) - 2
     again += before * projected
     rate = PRODUCTS * C / (C + SMALL) * peak

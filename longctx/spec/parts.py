@@ -101,12 +101,12 @@ class Pass(NamedTuple):
     is_compiled: bool = False
     on_gpu: bool = False
     # Of attention: the tokens of a sequence, the description and the options of the backend, and
-    # parts of the heads, computed one after another if ranks share sequences or `in_groups`
+    # parts of the heads that ranks which share sequences compute one after another
     keys: int = 0
     backend: Any = None
     options: Mapping[str, Any] = {}
     head_parts: int = 1
-    in_groups: bool = False  # of heads, each with q, k and v of its own: memory.heads_at_once
+    heads_at_once: int = 0  # key heads whose q, k and v exist at one time; 0: all
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ class Workload:
         if ranks > 1 and self.context_method == "allgather":
             return -(-heads // allgather_group(heads, ranks))
         if ranks == 1 or heads % ranks:
-            return -(-heads // (self.memory.heads_at_once or heads))
+            return 1
         return ulysses_parts(heads // ranks, self.batch_size * -(-self.seq_len // ranks))
 
     def pass_of(
@@ -178,7 +178,7 @@ class Workload:
             backend=attention.description,
             options=attention.options,
             head_parts=self.head_parts,
-            in_groups=bool(self.memory.heads_at_once),
+            heads_at_once=self.memory.heads_at_once or 0,
         )
 
     @property

@@ -177,10 +177,10 @@ def test_tiles_of_backward_take_predicted_memory(name, tokens):
     assert peak == pytest.approx(block_memory.mlp_backward(spec, through), rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["1b", "8b"])
-def test_a_group_of_heads_takes_predicted_memory(name):
+@pytest.mark.parametrize(("name", "at_once"), [("1b", 1), ("8b", 1), ("1b", 5), ("8b", 7)])
+def test_a_group_of_heads_takes_predicted_memory(name, at_once):
     """Without the workspace of the kernels: no group holds the one before."""
-    keys, tokens = ("memory.heads_at_once=1", "memory.mlp_tile=8192"), 262144
+    keys, tokens = (f"memory.heads_at_once={at_once}", "memory.mlp_tile=8192"), 262144
     with traced(name, tokens, *keys) as (step, block, x, out, angles):
         dy = torch.empty_like(x)
         mask = Mask.causal().bind(1, tokens, tokens, x.device)
@@ -189,9 +189,9 @@ def test_a_group_of_heads_takes_predicted_memory(name):
         with LiveMemory() as live:
             sums = recompute._Sums(block, recompute._trained(block))
             recompute._block_backward(tape, 0, tape.input(0), dy, sums)
-    through = step.pass_of(1, tokens)
-    lse = 4 * step.model.heads * tokens / through.head_parts
-    expected = block_memory.attention_backward(step.model.blocks[0], through) + lse
+    through, spec = step.pass_of(1, tokens)._replace(on_gpu=False), step.model.blocks[0]
+    expected = block_memory.attention_backward(spec, through)
+    expected += block_memory.attention_workspace(spec.attention, through)
     assert live.peak + dy.nbytes == pytest.approx(expected, rel=0.01)
 
 

@@ -61,7 +61,7 @@ def test_the_longest_sequence_is_one_number(planned):
     words = ["model=1b", "gpu=H200", "host_memory=128", "attention=flash"]
     ends, _ = picture.predicted_end(["model=1b", "attention=flash"], {"gpu": "NVIDIA H200"})
     assert f" {ends:,} " in planned(*words)
-    assert f" {ends:,} (" in cards.PAGE.read_text()
+    assert f" {ends:,} " in cards.PAGE.read_text()
 
 
 def test_half_speed_is_the_longest_with_half_the_speed_of_fast():
