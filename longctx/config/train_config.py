@@ -33,7 +33,7 @@ from longctx.spec.step import LONGEST
 
 # Of the schedule: a resumed run may have another one, and names show it
 SCHEDULE: dict[str, Any] = {"resume": True, "names": True}
-FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
+FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}(?<!\.ckpt)", re.ASCII)
 
 
 @dataclass
@@ -194,7 +194,7 @@ class TrainConfig(Group):
         if self.max_tokens and self.max_steps:
             yield f"max_steps={self.max_steps} and max_tokens={self.max_tokens}: give one"
         if self.name is not None and not FOLDER_NAME.fullmatch(self.name):
-            rule = "up to 100 letters, digits, '.', '_', '-', the first a letter or digit"
+            rule = "up to 100 letters, digits, '.', '_', '-', letter or digit first, no .ckpt last"
             yield f"name={self.name!r}: names a folder: {rule}"
         if self.init is None and self.rope not in (RopeConfig(), RopeConfig("keep")):
             typed = f".factor={factor}" if (factor := self.rope.factor) else f"={self.rope.type}"
