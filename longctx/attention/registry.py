@@ -134,7 +134,7 @@ def register(name: str, backend: Backend) -> None:
     if not isinstance(backend, Backend):
         raise TypeError(f"attention backend {name!r} must derive from longctx.attention.Backend")
     if name in _backends and type(_backends[name]) is not type(backend):
-        raise ValueError(f"attention backend {name!r} is already registered")
+        raise ValueError(f"attention={name} is already registered; choose another name")
     _backends[name] = backend
     has_backward = type(backend).backward is not Backend.backward
     traits: dict[str, Any] = {"has_backward": has_backward, "exact": backend.exact}
@@ -150,7 +150,7 @@ def register_score(name: str, score_mod: Mod | None = None, mask_mod: Mod | None
     """
     file = sys._getframe(1).f_globals.get("__file__")  # None in a notebook
     if SCORES.get(name, [file])[-1] != file:
-        raise ValueError(f"attention.options.score={name} is already registered")
+        raise ValueError(f"attention.options.score={name} is already registered; choose another")
     SCORES[name] = score_mod, mask_mod, file
 
 
@@ -160,7 +160,7 @@ def mods(score: Any, mask: Mask, rows: int) -> tuple[Mod | None, Mod | None]:
     if score == "none":
         return None, None
     if mask.kind == "full":
-        raise ValueError(f"attention.options.score={score}: a full mask has no positions")
+        raise ValueError(f"attention.options.score={score}: needs a causal mask, for positions")
     # A query's position is that of its last key: its own, if the mask is causal; in decoding too
     assert mask.last is not None
     starts = torch.zeros_like(mask.last) if mask.doc_ids is None else document_starts(mask.doc_ids)

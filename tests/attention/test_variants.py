@@ -141,7 +141,7 @@ def test_scores_of_packed_documents_are_as_alone(name):
 
 
 def test_full_masks_and_flex_beyond_its_indices_are_refused(monkeypatch):
-    with pytest.raises(ValueError, match="score=both: a full mask"):
+    with pytest.raises(ValueError, match="score=both: needs a causal mask"):
         attention(*tensors()[:3], Mask.full(), backend="naive", score="both")
     with pytest.raises(ValueError, match=r"flex is wrong for 2\^31 elements of q"):
         flex.Flex().run(*[torch.empty(1, 2**25, 1, 64, device="meta")] * 3, Mask.causal(), Scores())
