@@ -106,5 +106,4 @@ def rounding(model: Any, tokens: int, dtype: torch.dtype) -> float:
     ids = torch.arange(tokens, device=model.embed.weight.device).remainder(words)[None]
     exact = model(ids)
     model.cast(dtype)
-    differences = (model(ids).float() - exact).norm(dim=-1) / exact.norm(dim=-1)
-    return float(differences.median())
+    return float(((model(ids).float() - exact).norm(dim=-1) / exact.norm(dim=-1)).median())

@@ -3,7 +3,6 @@ alone, and generation computes what the whole forward does.
 """
 
 import itertools
-import sys
 from dataclasses import replace
 
 import pytest
@@ -27,6 +26,7 @@ from longctx.planner.fitting import ways
 from longctx.spec.model_config import GPTConfig
 from longctx.training import kernel_lock
 from tests.inputs import check_decoding
+from tests.model.test_mixers import loaded
 from tests.test_docs import blocks
 
 SCORES_OF_DOCS = next(code for code in blocks("extend.md", "python") if "def alibi" in code)
@@ -74,9 +74,7 @@ class Undecoded(Dilated):
     decode = Backend.decode
 
 
-class Liar(Dilated):
-    """It says that it is exact."""
-
+class Liar(Dilated):  # it says that it is exact
     exact = True
 
 
@@ -98,14 +96,12 @@ def variants(tmp_path, monkeypatch):
     named["shortsighted"] = Shortsighted()
     for name, backend in named.items():
         register(name, backend)
-    plugins.load([str(tmp_path / "my_scores.py")])
-    register_score("dilated", mask_mod=dilated)
-    register_score("ends", mask_mod=ends)
-    register_score("both", of_places, dilated)
-    yield
+    with loaded(tmp_path / "my_scores.py", SCORES):
+        register_score("dilated", mask_mod=dilated)
+        register_score("ends", mask_mod=ends)
+        register_score("both", of_places, dilated)
+        yield
     forget(*named)
-    for name in [name for name in sys.modules if name.startswith("my_scores")]:
-        del sys.modules[name]
 
 
 def forget(*names: str) -> None:

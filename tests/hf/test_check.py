@@ -8,6 +8,7 @@ from torch.nn.functional import pad
 from longctx import cli
 from longctx.attention.description import SCORES
 from longctx.hf import check
+from longctx.model.attending import Attending
 from longctx.model.mixer import Batch, Mixer
 from longctx.model.mixers.description import MIXERS, Cost, register
 from tests.model.test_mixers import loaded
@@ -46,18 +47,14 @@ class Peeking(Sound):
         return pad(x, (0, 0, 0, 1))[:, 1:] * same * self.shares
 
 
-class Mingling(Sound):
-    """The sequence before is seen, and no formula shows it."""
-
+class Mingling(Sound):  # the sequence before is seen, and no formula shows it
     naive = Mixer.naive
 
     def forward(self, x, batch):
         return self.out(self.before(x, batch) + x.roll(1, 0) - x)
 
 
-class Forgetful(Sound):
-    """Decoding reads a token that is not the one before."""
-
+class Forgetful(Sound):  # decoding reads a token that is not the one before
     def prefill(self, x, batch):
         return self.forward(x, batch), (torch.zeros_like(x[0, : len(batch.offsets) - 1]),)
 
@@ -65,9 +62,7 @@ class Forgetful(Sound):
         return self.out(state[:, None])
 
 
-class Late(Sound):
-    """The state is lost behind a chunk of 256 tokens."""
-
+class Late(Sound):  # the state is lost behind a chunk of 256 tokens
     def forward(self, x, batch):
         return super().forward(x, batch) * (batch.positions < 256)[..., None]
 
@@ -75,6 +70,14 @@ class Late(Sound):
 class Gradientless(Sound):
     def forward(self, x, batch):
         return self.out(self.before(x, batch).detach())
+
+
+class Regrouped(Attending):  # queries get the values of other heads
+    def forward(self, q, k, v, batch):
+        return q + v.repeat(1, 1, q.shape[2] // v.shape[2], 1)
+
+    def naive(self, q, k, v, batch):
+        return q + v.repeat_interleave(q.shape[2] // v.shape[2], 2)
 
 
 class Dividing(Sound):
@@ -104,7 +107,7 @@ FAULTS = {
     **{x: {"packed = each document alone", "no document leaks"} for x in (Leaking, Mingling)},
     Peeking: {"no document leaks"},
     Forgetful: {"token by token = whole texts"},
-    **{x: {"kernel = naive"} for x in (Late, Gradientless)},
+    **{x: {"kernel = naive"} for x in (Late, Gradientless, Regrouped)},
     Dividing: {"no NaN from padding"},
     Counting: {"recomputation changes nothing", "resume to the bit"},
     Drawing: {"resume to the bit"},

@@ -197,8 +197,7 @@ class Family:
         # channels / heads is what null means, so an equal model has an equal config
         if source.get("head_dim") is not None:
             size = source.size("head_dim")
-            is_usual = size * values["heads"] == values["channels"]
-            values["head_dim"] = None if is_usual else size
+            values["head_dim"] = None if size * values["heads"] == values["channels"] else size
         windowed = self.read_windowed(source, layers)
         if self.full_nope == "always" or (self.full_nope and source.get("sliding_window")):
             values["nope_layers"] = [n for n in range(layers) if n not in windowed]
