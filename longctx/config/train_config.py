@@ -234,7 +234,7 @@ class TrainConfig(Group):
         traits, setting = self.objective.traits, f"objective={self.objective.name}"
         preferences = self.data.preferences
         if preferences not in (None, traits.data):
-            yield f"data.preferences={preferences}: {setting} sets it; leave it out"
+            yield f"data.preferences={preferences}: {setting} sets it; give data.preferences=null"
         if traits.data is None:
             return
         if "preferences" not in SOURCES[self.data.source].keys_of(self.data):
