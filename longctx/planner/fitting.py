@@ -54,12 +54,13 @@ def ways(workload: Workload) -> list[Way]:
     later tile less of the GPU and the same time.
     """
     memory = tuple(vars(workload.memory).values())
+    on_cpu = workload.device == "cpu"  # its memory is the host's
     closed = {
         "heads_at_once": workload.context > 1 or workload.attention.variant,
-        "offload_weights": workload.strategy != "none" or not workload.added,
+        "offload_weights": on_cpu or workload.strategy != "none" or not workload.added,
+        **dict.fromkeys(("offload", "optimizer_state"), on_cpu),
     }
-    names = frozenset(name for name, is_closed in closed.items() if is_closed)
-    return _ways(memory, workload.optimizer.traits.states, names)
+    return _ways(memory, workload.optimizer.traits.states, frozenset(filter(closed.get, closed)))
 
 
 @cache

@@ -197,6 +197,7 @@ def test_the_smallest_change_fits():
     assert left == pytest.approx([0.05 * H200.usable, 0.4 * GIB])  # no less on a small card
     short = with_policy(one_b(seq_len=64, batch_size=20011), "fast")
     assert "seq_len=64 batch_size=1" in fitting.smallest_change(short, 12 * GIB, 128 * GIB)
+    assert "offload" not in fitting.smallest_change(replace(one, device="cpu"), 21 * GIB, inf)
 
 
 def test_advice_names_a_policy_that_the_optimizer_takes(request):

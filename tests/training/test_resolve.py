@@ -249,7 +249,7 @@ def test_a_resumed_run_keeps_its_degree_unless_asked(tmp_path):
     ("overrides", "machine", "remedy"),
     [
         (["model=tiny", "seq_len=262144", "attention=naive"], CPU, "attention=flash"),
-        (["model=1b", "seq_len=262144"], CPU, r"seq_len=\d+ batch_size=1 memory=\w+"),
+        (["model=350m", "seq_len=262144"], CPU, r"seq_len=\d+ batch_size=1 memory=\w+"),
         (["model=1b", "seq_len=16384", "memory=fast"], L4, r"memory=balanced memory\.\w+=\w+"),
         (["batch_size=1024", "memory=balanced"], L4, r"batch_size=\d+ accumulate=\d+"),
     ],
