@@ -209,9 +209,8 @@ def measure(options: Options, case: Case, seconds: float, device: str, ceiling: 
     ran_here = dict.fromkeys(name for name, _ in calls)
     middle = {call: median(of_call) for call, of_call in times.items()}
     middle |= {(x, "both"): middle[x, "forward"] + middle[x, "backward"] for x in ran_here}
-    ours = next((name for name in ran_here if PEERS[name][0] == "flash"), "")
     for name in ran_here:
-        fill(rows[name], middle, options.reference, ours, flops, ceiling)
+        fill(rows[name], middle, options.reference, flops, ceiling)
         for part in ("forward", "backward"):
             rows[name][f"{part}_spread"] = round(spread(times[name, part]), 3)
     return list(rows.values())
@@ -297,9 +296,7 @@ def cudnn_flex(q: Any, k: Any, v: Any, *, mask: Any) -> Callable[[], Any]:
 OTHERS = {call.__name__: call for call in (flash_attention_4, cudnn_flex)}
 
 
-def fill(
-    row: Row, times: dict[Any, float], reference: str, ours: str, flops: float, ceiling: float
-) -> None:
+def fill(row: Row, times: dict[Any, float], reference: str, flops: float, ceiling: float) -> None:
     """The figures of one backend, from the milliseconds of all."""
     for part, work in PARTS.items():
         own = times[row["backend"], part]
@@ -311,8 +308,6 @@ def fill(
         }
         if (reference, part) in times:
             row[f"{part}_ratio"] = round(times[reference, part] / own, 3)
-        if ours:
-            row[f"{part}_ours_over_it"] = round(own / times[ours, part], 3)
 
 
 def table(rows: list[Row]) -> str:
@@ -328,8 +323,10 @@ def table(rows: list[Row]) -> str:
         line = {"layer": model, "heads": heads, "tokens": f"{case['tokens']:,}{window}"}
         line["kernel, ms"] = "; ".join(f"{row['backend']}, {row['both_ms']:.2f}" for row in ran)
         for name in peers:
-            ratios = [of.get(name, {}).get(f"{part}_ours_over_it") for part in PARTS]
-            line[f"× {name}"] = " / ".join(f"{ratio:.2f}" for ratio in ratios if ratio)
+            # From the times, since a ratio of three digits would be rounded twice
+            theirs = of[name] if "both_ms" in of.get(name, {}) else None
+            ratios = [theirs[f"{part}_ms"] / ran[0][f"{part}_ms"] for part in PARTS if theirs]
+            line[f"× {name}"] = " / ".join(f"{ratio:.2f}" for ratio in ratios)
         lines.append(line)
     return report.table(lines)
 
