@@ -161,16 +161,13 @@ class Decoder:
                 return block.after(x, attention.step(*tensors, *self.states[layer]))
             self._write(layer, slots, tensors[attention.cached])
             mask, caches = masks[self.windows[layer]], self.states[layer]
+            seen = [cache[:, :longest] for cache in caches]
             if isinstance(attention, Mixer):
-                seen = (cache[:, :longest] for cache in caches)
                 return block.after(x, attention.step(*tensors, *seen, mask))
-            queries, (keys, values) = tensors[0].to(self.dtype), caches
-            if self.splits_keys:
-                out = by_triton(queries, keys, values, mask, attention.scores)
-            else:
-                both = keys[:, :longest], values[:, :longest]
-                out = self.attends[layer].decode(queries, *both, mask, attention.scores)
-            return block.after(x, out)
+            keys, values = caches if self.splits_keys else seen
+            compute = by_triton if self.splits_keys else self.attends[layer].decode
+            queries = tensors[0].to(self.dtype)
+            return block.after(x, compute(queries, keys, values, mask, attention.scores))
 
         x = self._through_blocks(self.tokens[:, None], forward)
         self.ends += 1
@@ -179,10 +176,9 @@ class Decoder:
     def _write(self, layer: int, slots: Tensor, tensors: Sequence[Tensor]) -> None:
         """Write what a layer caches of tokens to `slots`: sequence · length + position."""
         if layer not in self.states:
-            shapes = [(self.sequences, self.length, *x.shape[2:]) for x in tensors]
+            room = self.sequences, self.length
             # Not empty: naive multiplies unseen values by 0, and 0 · NaN is NaN
-            zeros = [x.new_zeros(shape) for x, shape in zip(tensors, shapes, strict=True)]
-            self.states[layer] = zeros
+            self.states[layer] = [x.new_zeros(*room, *x.shape[2:]) for x in tensors]
         for state, new in zip(self.states[layer], tensors, strict=True):
             state.flatten(0, 1).index_copy_(0, slots, new.flatten(0, 1))
 

@@ -148,18 +148,19 @@ def test_what_a_mixer_lacks_is_refused(monkeypatch):
 @pytest.mark.parametrize("memory", ["fast", "balanced"])
 def test_a_wrong_shape_or_name_is_one_error_that_names_the_file(memory, monkeypatch):
     ids, mixer = packed()[0], MIXERS["short"]
-    with pytest.raises(ValueError, match=r"data\.path") as of_request:
-        exec(compile("raise ValueError('data.path=x')", getfile(mixer), "exec"))
-    assert mistake(of_request.value) is None
+    exec(compile("def late(*_): raise ValueError('x')", getfile(mixer), "exec"), of_file := {})
+    (x := torch.ones(1, requires_grad=True)).register_hook(of_file["late"])
+    for call, told in ((of_file["late"], False), (x.sum().backward, True)):  # a request's first
+        with pytest.raises(ValueError, match="x") as raised:
+            call()
+        assert ("my_mixer.py: line 1: late: V" in str(mistake(raised.value))) == told
     for change in (lambda x: x[:, 1:], lambda x: x[..., :1], lambda x: (x, None)):
         monkeypatch.setattr(mixer, "forward", lambda self, x, batch, change=change: change(x))
         with pytest.raises(ValueError, match=r"mixer=short: .*my_mixer\.py: forward .*; give the"):
             small("short", memory=memory)(ids, ids)
     with monkeypatch.context() as unsaved:
         unsaved.setattr(mixer, "add_module", lambda x, *_: setattr(x, "kept", torch.ones(1)))
-        with pytest.raises(
-            ValueError, match=r"my_mixer\.py: inputs.weight, kept, .*: name each once in w"
-        ):
+        with pytest.raises(ValueError, match=r"r\.py: inputs.weight, kept, .*: name each once in"):
             small("short")
     monkeypatch.setattr(mixer, "weights", lambda spec: {"forward": (4, spec.size)})
     with pytest.raises(ValueError, match=r"my_mixer\.py: weights: .*'forward'.*; rename the"):

@@ -24,6 +24,7 @@ from longctx.spec.parts import AttentionSpec, LinearSpec, Piece
 SOFTMAX = "softmax"  # attention by the backend that attention= names
 # Keys of a model that only layers with softmax attention read
 OF_SOFTMAX = ("window", "sinks", "softcap", "attention_scale", "attention_gate", "qkv_bias")
+MODEL = str(Path(__file__).parents[1])  # where mixers are called, besides autograd
 FILES = {module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])}
 # Name → class, None until its file is imported
 MIXERS: dict[str, Any] = dict.fromkeys((SOFTMAX, *sorted(FILES - {Path(__file__).stem})))
@@ -63,10 +64,11 @@ def class_of(name: str) -> Any:
 
 def mistake(error: BaseException) -> ValueError | None:
     """Return an error in a plugin that has a mixer as one line, with its place; None for others."""
-    mixers = [x for name, x in MIXERS.items() if x and name not in FILES]
-    own, names = {getfile(x) for x in mixers}, {y.__name__ for x in mixers for y in x.__mro__}
-    calls = [(x.f_code, n) for x, n in walk_tb(error.__traceback__) if x.f_code.co_filename in own]
-    is_of_mixer = any(code.co_qualname.split(".")[0] in names for code, _ in calls)
+    own = {getfile(x) for name, x in MIXERS.items() if x and name not in FILES}
+    calls = [(x.f_code, line) for x, line in walk_tb(error.__traceback__)]
+    while calls and calls[-1][0].co_filename not in own:
+        calls.pop()
+    is_of_mixer = any(place in x.co_filename for x, _ in calls for place in (MODEL, "/autograd/"))
     # A ValueError of a data source in the same file is about the request
     if not calls or (isinstance(error, ValueError | OSError) and not is_of_mixer):
         return None
