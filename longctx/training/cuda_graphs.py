@@ -1,7 +1,7 @@
 """CUDA graphs of a step: all kernels of a micro-batch's forward, or backward, in one launch.
 
 Launching the some 400 kernels of a small micro-batch takes the host 40 to 60 ms; the GPU computes
-for 8. Kernels, shapes and addresses never change while sequences keep their length. So the first
+for 9. Kernels, shapes and addresses never change while sequences keep their length. So the first
 step runs as ever, the second is captured, and later ones are replayed, to the same bits. Graphs
 read changing values at fixed addresses: tokens, targets, documents and the weight of a token here,
 gradients in each parameter's .grad, learning rate and step of AdamW in its `count_step`.
