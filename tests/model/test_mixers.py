@@ -159,7 +159,7 @@ def test_a_wrong_shape_or_name_is_one_error_that_names_the_file(memory, monkeypa
         with pytest.raises(ValueError, match=r"mixer=short: .*my_mixer\.py: forward .*; give the"):
             small("short", memory=memory)(ids, ids)
     with monkeypatch.context() as unsaved:
-        unsaved.setattr(mixer, "add_module", lambda x, *_: setattr(x, "kept", torch.ones(1)))
+        unsaved.setattr(mixer, "add_module", lambda x, *_: setattr(x, "kept", [torch.ones(1)]))
         with pytest.raises(ValueError, match=r"r\.py: inputs.weight, kept, .*: name each once in"):
             small("short")
     monkeypatch.setattr(mixer, "weights", lambda spec: {"forward": (4, spec.size)})

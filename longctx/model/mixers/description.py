@@ -92,7 +92,8 @@ class MixerSpec(AttentionSpec):
     def build(self, *arguments: Any) -> Any:
         layer = self.computed_by(self, *arguments)
         wanted = {*(f"{x.name}.weight" for x in self.linears), *dict(self.vectors)}
-        others = [(name, x) for name, x in vars(layer).items() if hasattr(x, "is_meta")]
+        lists = {x: y if isinstance(y, list | tuple) else [y] for x, y in vars(layer).items()}
+        others = [(x, each) for x, y in lists.items() for each in y if hasattr(each, "is_meta")]
         found = dict([*layer.named_parameters(), *layer.named_buffers(), *others])
         if wrong := ", ".join(sorted(wanted ^ found.keys())):  # no checkpoint would have it
             raise self.mistake(f"{wrong}: name each once in weights; make constants in forward")

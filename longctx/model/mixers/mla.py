@@ -92,15 +92,18 @@ class LatentAttention(Mixer):
         c, r = normed(c, self.kv_norm, 1e-6), r[:, :, None]  # whatever eps the model has
         # Rotary channels first, as `rotate` has them
         queries = queries.unflatten(-1, (-1, sum(self.of_key))).roll(self.of_key[0], dims=-1)
-        keys, values = (
-            self.kv_up(c).unflatten(-1, (-1, sum(self.of_latent))).split(self.of_latent, dim=-1)
-        )
+        keys, values = self.keys_and_values(c)
         cos, sin, *growth = angles
         if self.part.rotates:
             queries, r = rotate(queries, cos, sin), rotate(r, cos, sin)
         queries = (queries * growth[0]).to(queries.dtype) if growth else queries
         keys = torch.cat([r.expand(*keys.shape[:3], -1), keys], dim=-1)
         return queries, keys, values, torch.cat([r, c[:, :, None]], dim=-1)
+
+    def keys_and_values(self, latents: Tensor) -> Any:
+        """Return k without its rotary channels, and v, (..., H, D), of latents (..., kv_rank)."""
+        both = self.kv_up(latents).unflatten(-1, (-1, sum(self.of_latent)))
+        return both.split(self.of_latent, dim=-1)
 
     def __call__(self, *arguments: Any) -> Tensor:
         queries, keys, values, _, batch = arguments
@@ -119,11 +122,7 @@ class LatentAttention(Mixer):
         """Return the output (B, T, H, V) of q and [r, c] (B, S, 1, ...), the key of all heads."""
         # Of the identity the layer makes its weight, in any format and with what LoRA adds
         identity = torch.eye(self.kv_rank, dtype=queries.dtype, device=queries.device)
-        K, V = (
-            self.kv_up(identity)
-            .unflatten(-1, (-1, sum(self.of_latent)))
-            .split(self.of_latent, dim=-1)
-        )
+        K, V = self.keys_and_values(identity)
         rotary, plain = queries.split(self.of_key, dim=-1)
         asked = torch.cat([rotary, torch.einsum("bthd,chd->bthc", plain, K)], dim=-1)
         summed = Attention("naive", {}).decode(asked, latents, latents, mask, self.scores)
