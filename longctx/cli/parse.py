@@ -47,9 +47,8 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
     given = given_values(schema, arguments)
     if schema is TrainConfig and given.get("resume") is not None:
         folder = run_folder.find(given["resume"])
-        run_folder.check_resumable(folder, given.keys() - {"resume"})
-        # The defaults of a config.yaml that was cut would name other documents
-        run_folder.read_config(folder, needed=("devices", "batch_size", "accumulate"))
+        saved = run_folder.read_config(folder)
+        run_folder.check_resumable(folder, saved | {"resume": given["resume"]}, given)
         return from_file(folder / "config.yaml", given | {"resume": str(folder)})
     missing = [name for name in positional(schema) if not given.get(name)]
     fields.refuse_first(f"{x.upper()} is missing: {keys(schema)[x].meaning}" for x in missing)

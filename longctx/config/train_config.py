@@ -78,7 +78,7 @@ class TrainConfig(Group):
     seq_len: tokens per sequence, its context in training; max: the longest that fits the GPU
     seq_len_schedule: [[tokens, steps], …]: shorter sequences first, the same tokens per step
     batch_size: sequences per device and micro-batch; null: a whole step if it fits, else 16,384
-        tokens
+        tokens or fewer
     accumulate: micro-batches per step; null: 65,536 tokens a step on a GPU, 4,096 on a CPU
     max_steps: optimizer steps; null: from max_tokens, else 300 on a GPU, up to 40 on a CPU
     max_tokens: tokens to train on, in place of max_steps; counts padding, unlike tokens_seen

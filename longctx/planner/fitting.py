@@ -176,16 +176,22 @@ def first_that_fits(
 
 def decide(workload: Workload, chip: Chip, host: float, merge: bool = False) -> Workload:
     """Return `workload` with memory=auto decided: the fastest way that fits, else the smallest."""
-    # With `merge`, a step first gets as few micro-batches as fit with the fastest policy, since a
-    # GPU waits for the host between small kernels
+    # Large micro-batches come first: a GPU waits for the host between small kernels
+    each = in_micro_batches(workload) if merge else [workload]
+    n = each.index(workload)
+    for larger in each[: n + 1]:
+        plainest = replace(larger, memory=ways(larger)[0][0][0])  # nothing is faster
+        if fits(plainest, room(chip), host):
+            return plainest
+    found = (first_that_fits(smaller, room(chip), host, chip) for smaller in each[n:])
+    return next(filter(None, found), None) or smallest(each[-1], host)
+
+
+def in_micro_batches(workload: Workload) -> list[Workload]:
+    """Return the same step in 1, 2, ... equal micro-batches, up to one for each sequence."""
     sequences = workload.batch_size * workload.accumulate
-    for count in range(1 if merge else workload.accumulate, workload.accumulate + 1):
-        if sequences % count == 0:
-            larger = replace(workload, batch_size=sequences // count, accumulate=count)
-            plainest = replace(larger, memory=ways(larger)[0][0][0])  # nothing is faster
-            if fits(plainest, room(chip), host):
-                return plainest
-    return first_that_fits(workload, room(chip), host, chip) or smallest(workload, host)
+    counts = (count for count in range(1, sequences + 1) if sequences % count == 0)
+    return [replace(workload, batch_size=sequences // n, accumulate=n) for n in counts]
 
 
 def memory_line(asked: MemoryConfig, decided: Workload, chip: Chip, host: float) -> str:
@@ -263,13 +269,9 @@ def smallest_change(workload: Workload, gpu: float, host: float) -> str:
     """Return the smallest change with which `workload` is predicted to fit, as overrides."""
     if any(x.description.score_bytes for x in workload.attention.each):
         return "attention=flash, which keeps no seq_len × seq_len scores"
-    # the same step in more micro-batches
-    sequences = workload.accumulate * workload.batch_size
-    sizes = [size for size in range(workload.batch_size - 1, 0, -1) if sequences % size == 0]
-    for size in sizes:
-        smaller = replace(workload, batch_size=size, accumulate=sequences // size)
-        if fits(smaller, gpu, host):
-            return f"batch_size={size} accumulate={smaller.accumulate}, the same step in pieces"
+    for x in in_micro_batches(workload):
+        if x.accumulate > workload.accumulate and fits(x, gpu, host):
+            return f"batch_size={x.batch_size} accumulate={x.accumulate}, the same step in pieces"
     # settings that take less, if the optimizer can keep its state so
     any_memory = replace(workload, memory=MemoryConfig())
     if other := first_that_fits(any_memory, gpu, host):
@@ -292,8 +294,7 @@ def faster_backend(workload: Workload, backends: Iterable[str], chip: Chip) -> s
     name = min(times, key=times.__getitem__, default="")
     if own is None or not name or own.total < CLEARLY_FASTER * times[name]:
         return ""
-    share = own.total / times[name] - 1
-    return f"attention={name} is predicted {share:.0%} faster on this GPU"
+    return f"attention={name} is predicted {own.total / times[name] - 1:.0%} faster on this GPU"
 
 
 def backend_seconds(workload: Workload, backends: Iterable[str], chip: Chip) -> dict[str, float]:

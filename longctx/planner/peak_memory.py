@@ -189,9 +189,8 @@ class _Step:
         copies = sum((layer.saved.intercept for layer in of_layers), 0.0)
         at_loss = {GRADIENTS: before, PARAMETERS: copies}
         yield "loss", _sum(always, at_loss, saved, self.loss())
-        if (
-            self.through.heads_at_once
-        ):  # with little else, the stream, attention's output, their sum
+        if self.through.heads_at_once:
+            # With little else, the stream, attention's output, their sum
             forward = self.forward(self.through) + FP32 * self.model.heads * self.N  # and the lse
             # No block after the last one has weights on their way from the host
             for name, at in ("last", self.L - 1), ("last but one", max(0, self.L - 2)):

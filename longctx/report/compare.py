@@ -147,7 +147,7 @@ def differing(runs: list[RunRecord]) -> list[str]:
         key
         for key in dict.fromkeys(key for run in runs for key in run.config)
         if fields.declared_as(TrainConfig, key).compared
-        and not (key == "data.tokenizer" and has_tokenizer)
+        and not (key in ("data.tokenizer", "data.vocab_size") and has_tokenizer)
         # init= decides what only some kinds of models have, as a whole config.json
         and (not key.startswith("model.") or key.split(".")[1] in GPTConfig.__dataclass_fields__)
         and len({configured(run, key) for run in runs}) > 1

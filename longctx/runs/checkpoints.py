@@ -49,6 +49,8 @@ class SlicedTensor:
         for file, first, count in sorted(self.parts, key=lambda part: part[1]):
             end = min(stop, first + count)
             if first <= reached < end:
+                if not self.folder.exists():  # its run has deleted it
+                    checkpoint_index.read(self.folder)
                 with safe_open(self.folder / file, framework="pt") as tensors:
                     part: Tensor = tensors.get_slice(self.name)[reached - first : end - first]
                 if part.dtype != self.dtype or part.shape != (end - reached, *self.shape[1:]):

@@ -102,8 +102,7 @@ def scores(content: Content) -> dict[str, float]:
 def ruler_rows(content: Content) -> tuple[list[int], dict[str, list[float]]]:
     """Return the lengths, and the scores 0 to 1 at each of them, of every task and in the mean."""
     lengths = list(map(int, content["ruler"]["lengths"]))
-    by_task = content["ruler"]["scores"].items()
-    rows = {task: list(map(float, scores)) for task, scores in by_task}
+    rows = {task: list(map(float, x)) for task, x in content["ruler"]["scores"].items()}
     if len(rows) > 1:
         rows["mean"] = [fmean(scores) for scores in zip(*rows.values(), strict=True)]
     return lengths, rows

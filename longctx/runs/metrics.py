@@ -177,16 +177,11 @@ def present(record: Record, view: Shown) -> Iterator[tuple[Metric, str, float]]:
     """Yield metric, label and value of every number of a record that `view` shows, in the table's
     order.
     """
-    for metric in METRICS:
-        if not metric.shown & view:
-            continue
-        if metric.prefix is None:
-            if isinstance(record.get(metric.key), int | float):
-                yield metric, metric.label, record[metric.key]
-            continue
-        for key in record:
-            if key.startswith(metric.prefix) and isinstance(record[key], int | float):
-                member = key.removeprefix(metric.prefix).replace("/", " at ")
+    for metric in (x for x in METRICS if x.shown & view):
+        prefix = metric.prefix or metric.key
+        for key in record if metric.prefix else [prefix]:
+            if key.startswith(prefix) and isinstance(record.get(key), int | float):
+                member = key.removeprefix(prefix).replace("/", " at ")
                 yield metric, f"{metric.label} {member}".strip(), record[key]
 
 
@@ -209,10 +204,8 @@ def figures(records: list[Record]) -> Record:
     # diverged run is nan.
     result: Record = {}
     held: set[str] = set().union(*records)
-    for metric in METRICS:
+    for metric in (x for x in METRICS if x.key in held):
         key = metric.key
-        if key not in held:
-            continue
         if metric.of_run == "last":
             last = next(record[key] for record in reversed(records) if key in record)
             result[key] = math.nan if last is None else last

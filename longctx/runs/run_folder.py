@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ def check_free(root: Path, name: str | None) -> None:
     """Raise ValueError if the run `name` exists already."""
     if name is not None and (path := root / name).exists():
         remedy = f"continue it with resume={path}" if checkpoints(path) else "delete it if unused"
+        remedy = "wait for the process that trains it" if is_training(path) else remedy
         raise ValueError(f"name={name}: {path} exists already; {remedy}, or choose another name")
 
 
@@ -144,10 +145,8 @@ def is_training(folder: Path) -> bool:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
+    except OSError as error:  # else a file system without locks
+        return isinstance(error, BlockingIOError)
     finally:
         os.close(descriptor)
     return False
@@ -163,8 +162,8 @@ def find(path: str) -> Path:
     cannot be written.
     """
     folder = Path(path).expanduser()
-    with untrusted.named(f"resume={path}", errors=(ValueError, OSError)):
-        read_config(folder)
+    # The defaults of a config.yaml that was cut would name other documents
+    read_config(folder, ("devices", "batch_size", "accumulate"), f"resume={path}")
     if not checkpoints(folder):
         with locked(folder):  # another process may train the run, and write one yet
             problem = "the run has no checkpoint, a step-N.ckpt that holds step N; start it anew"
@@ -197,10 +196,7 @@ def checkpoint_of(path: Path, key: str = "checkpoint") -> Path:
     if path.is_dir() and (saved := checkpoints(path)):
         return saved[-1]
     if not path.exists():
-        runs = sorted(x.parent.name for x in path.absolute().parent.glob("*/config.yaml"))
-        close = difflib.get_close_matches(path.name, runs, n=1)
-        remedy = f"did you mean {path.parent / close[0]}?" if close else "give a run or a model"
-        why = f"no such file or folder; {remedy}"
+        why = f"no such file or folder; {closest_to(path) or 'give a run or a model'}"
     elif (path / "adapter_config.json").exists():
         why = "an adapter, which lacks the weights it adds to; give the run, or a full export"
     elif is_hugging_face(path):
@@ -212,10 +208,18 @@ def checkpoint_of(path: Path, key: str = "checkpoint") -> Path:
     raise ValueError(f"{key}={path}: {why}")
 
 
-def check_resumable(folder: Path, keys: Iterable[str]) -> None:
-    """Raise ValueError for the first of `keys` that must not change when a run is resumed."""
-    for key in keys:
-        if not declared_as(TrainConfig, key).resume:
+def closest_to(path: Path) -> str:
+    """Return the run next to `path` that has nearly its name, as a question; "" if none has."""
+    runs = sorted(x.parent.name for x in path.absolute().parent.glob("*/config.yaml"))
+    close = difflib.get_close_matches(path.name, runs, n=1)
+    return f"did you mean {path.parent / close[0]}?" if close else ""
+
+
+def check_resumable(folder: Path, saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first key of `given` that changes what a resume needs as `saved`."""
+    for key, value in given.items():
+        is_same = key in saved and saved[key] == value
+        if not (is_same or declared_as(TrainConfig, key).resume):
             why = f"cannot change when {folder} is resumed, which keeps its config.yaml"
             raise ValueError(f"{key} {why}; leave it out, or start a new run")
 
@@ -280,21 +284,22 @@ def plain(config: Any) -> dict[str, Any]:
     return dict(json.loads(json.dumps(values)))
 
 
-def read_config(folder: Path, needed: Collection[str] = ()) -> dict[str, Any]:
+def read_config(folder: Path, needed: Collection[str] = (), given: str = "") -> dict[str, Any]:
     """Return the values of config.yaml, nested keys joined by dots.
 
     Raises FileNotFoundError if there is no such folder, ValueError if it is no run's or lacks a
-    key in `needed`.
+    key in `needed`. A message about the folder begins with `given`, or its path.
     """
     if not folder.is_dir():
         problem = "a file" if folder.exists() else "no such folder"
-        raise FileNotFoundError(f"{folder}: {problem}; give the folder of a run, such as runs/NAME")
+        remedy = closest_to(folder) or "give the folder of a run, such as runs/NAME"
+        raise FileNotFoundError(f"{given or folder}: {problem}; {remedy}")
     path = folder / "config.yaml"
     if not path.is_file():
         remedy = "it has no config.yaml; give runs/NAME"
         if any(folder.glob("*/config.yaml")):
             remedy = f"it holds runs, so give {folder}/*/"
-        raise ValueError(f"{folder}: not the folder of a run, {remedy}")
+        raise ValueError(f"{given or folder}: not the folder of a run, {remedy}")
     config = flat(read_keys(path, folder))
     if missing := [key for key in needed if key not in config]:
         why = "though every run writes it: the file was cut; put a copy of it back"

@@ -136,6 +136,7 @@ class EarlyStopping(Callback):
 
     def ended(self) -> None:
         run, log = self.parts.run, self.parts.log
+        log.more = " patience=null" if self.ends() else ""
         if self.ends() and log.steps_done < run.max_steps:
             log.say(
                 f"ended after step {log.steps_done:,}: {self.since:,} validations without a lower "

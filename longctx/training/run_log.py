@@ -47,6 +47,7 @@ class RunLog:
         )
         self.figures: dict[str, float] = {}  # of context.check, for the first row
         self.tracker: Tracker | None = None
+        self.more = ""  # besides max_steps=, to resume a run that has ended
 
     def open(self, machine: Machine) -> None:
         """Print the first lines of the run, and begin its metrics.jsonl, on rank 0."""
@@ -136,8 +137,8 @@ class RunLog:
         self.say("")
         # The next command depends on how the run ended
         steps, kernels = self.steps_done, self._kernels()
-        ended = f" max_steps={2 * steps}" if steps >= self.run.max_steps else " patience=null"
-        for line in closing_lines(self.run, kernels, "" if code else ended, steps):
+        more = f" max_steps={2 * steps}" if steps >= self.run.max_steps else ""
+        for line in closing_lines(self.run, kernels, "" if code else more + self.more, steps):
             self.say(line)
 
     def _kernels(self) -> dict[str, str]:
@@ -290,10 +291,8 @@ def listed(*parts: object) -> str:
 def step_of(workload: Workload) -> str:
     """Return the size of a step, and how it is spread over devices."""
     batches = "micro-batch" if workload.accumulate == 1 else "micro-batches"
-    text = (
-        f"{workload.tokens_per_step:,} tokens = {count_of(workload.batch_size, 'sequence')} × "
-        f"{workload.accumulate} {batches}"
-    )
+    tokens, sequences = workload.tokens_per_step, count_of(workload.batch_size, "sequence")
+    text = f"{tokens:,} tokens = {sequences} × {workload.accumulate} {batches}"
     if workload.devices == 1:
         return text
     groups = f" × {workload.data_ranks} groups" if workload.data_ranks > 1 else ""

@@ -172,7 +172,9 @@ def test_a_step_has_few_micro_batches():
     assert fast == [(16, 1, "fast"), (8, 2, "fast"), (4, 4, "fast")]
     assert decided(7, *small) == (4, 4, "balanced")
     assert decided(139.8, *small, seq_len=12288) == (5, 1, "fast")  # 61,440 tokens, as without it
-    assert decided(1, "model=1b", "memory=fast") == (4, 4, "fast")  # nothing fits
+    # Nothing fits; not the default
+    large = [decided(gib, "model=1b", "memory=fast") for gib in (1, 37)]
+    assert large == [(1, 16, "fast"), (2, 8, "fast")]
     assert fitting.decide(workload(*small), H200, 128 * GIB).accumulate == 4
     for devices in (2, 3, 8):
         work = replace(workload(*small, seq_len=3000), devices=devices)

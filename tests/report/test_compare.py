@@ -17,6 +17,7 @@ from longctx.report.compare import (
     RunRecord,
     cost_of,
     described,
+    differing,
     incomparable,
     reduced,
     table_of,
@@ -173,6 +174,7 @@ def test_losses_are_compared_over_equal_tokens(tmp_path, configs, tokenizers, is
         (folder / "tokenizer.json").write_text(text)
     data = compare(folders, tmp_path / "x.html")
     assert ("cannot be compared" in str(data["notes"])) != is_compared
+    assert tokenizers != "aa" or not differing([RunRecord(folder) for folder in folders])
 
 
 def test_paths_of_one_name_do_not_differ(tmp_path):

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_runs_started_together_get_own_folders(tmp_path):
     with ThreadPoolExecutor(16) as pool:
-        create = partial(run_folder.create, tmp_path / "runs", None)
-        folders = list(pool.map(create, ["tiny-4k"] * 40))
+        arguments = [tmp_path / "runs"] * 40, [None] * 40, ["tiny-4k"] * 40
+        folders = list(pool.map(run_folder.create, *arguments))
     assert sorted(path.name for path in folders) == [f"tiny-4k-{n:03d}" for n in range(1, 41)]
 
 
@@ -53,7 +52,8 @@ with run_folder.locked(Path({str(tmp_path)!r})):
     assert process.stdout is not None
     worker = int(process.stdout.readline())
     try:
-        assert run_folder.is_training(tmp_path)
+        with pytest.raises(ValueError, match="wait for the process that trains it"):
+            run_folder.check_free(tmp_path.parent, tmp_path.name)
         with pytest.raises(ValueError, match=f"{tmp_path}: another process"):
             run_folder.locked(tmp_path).__enter__()
         process.kill()
@@ -99,7 +99,7 @@ LINES = [b'{"st', b"[1, 2]", b'{"loss": 1}', b'{"step": null}', b'{"step": 2}', 
 def test_malformed_line_costs_no_other_row(line, tmp_path):
     rows = [row(1), row(3)]
     first, last = (json.dumps(row).encode() for row in rows)
-    (tmp_path / "metrics.jsonl").write_bytes(first + b"\n" + line + b"\n" + last + b"\n")
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([first, line, last, b""]))
     read, wrong = metrics_file.read_records(tmp_path)
     assert read == rows and wrong
     metrics_file.drop_after(tmp_path, 9)
@@ -108,23 +108,20 @@ def test_malformed_line_costs_no_other_row(line, tmp_path):
 
 def test_a_resume_must_not_change_the_result():
     allowed = "max_steps wandb.mode workers memory accumulate memory.optimizer_state"
-    run_folder.check_resumable(Path("r"), allowed.split())
+    run_folder.check_resumable(Path("r"), {"seed": 3}, dict.fromkeys(allowed.split()) | {"seed": 3})
     refused = "model.layers model optimizer seed data.path seq_len attention.options.a"
     for key in refused.split():
         with pytest.raises(ValueError, match=key):
-            run_folder.check_resumable(Path("r"), [key])
+            run_folder.check_resumable(Path("r"), {"seed": 3}, {key: None})
 
 
-def test_a_home_of_nobody_is_one_line(refused):
+def test_a_home_folder_is_expanded(tmp_path, monkeypatch, refused):
     for line in ("train runs=~no/r", "train resume=~no/r", "train plugins=[~no/m]", "chat ~no/r"):
         refused(cli.main(line.split()), "~")
-
-
-def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     config = TrainConfig(runs="~/runs", device="cpu")
     commands.check_paths(config)
     assert config.runs == f"{tmp_path}/runs"
     (tmp_path / "runs" / "r").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"resume=~/runs/r: .* not the folder of a run"):
+    with pytest.raises(ValueError, match=r"^resume=~/runs/r: not the folder of a run"):
         run_folder.find("~/runs/r")

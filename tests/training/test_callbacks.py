@@ -115,6 +115,8 @@ def test_patience_ends_a_run(trained, refused, capsys):
     refused(train.main([f"resume={folder}"]), "give a larger patience=")
     assert train.main([f"resume={folder}", "patience=5", "max_steps=9"]) == 0
     assert names(folder) == ["step-00000006"]  # the three before count
+    assert train.main([f"resume={folder}", "patience=6", "max_steps=7"]) == 0
+    assert capsys.readouterr().out.endswith(f"resume {folder} max_steps=14 patience=null\n")
 
 
 @pytest.mark.slow
