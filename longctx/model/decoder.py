@@ -110,7 +110,7 @@ class Decoder:
                     old.copy_(new)
             else:
                 out = attention(*tensors, masks[layer])
-            if attention.cached is not None:
+            if attention.cached is not None and self.decodes:
                 self._write(layer, slots, tensors[attention.cached])
             return in_tiles(block.after, tile, (x, out))[0]
 
