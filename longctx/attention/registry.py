@@ -217,14 +217,13 @@ def check(
     `scores` names the parts of `Scores`, sinks if they are trained. `group` query heads share a
     key-value head.
     """
-    options = options or {}
     of_tensors = torch.device(device), dtype, head_dim
-    request = AttentionRequest(*of_tensors, mask, options, deterministic, scores)
-    chosen = _lookup(backend, options)
+    request = AttentionRequest(*of_tensors, mask, options or {}, deterministic, scores)
+    chosen = _lookup(backend, request.options)
     _refuse(backend, chosen, request)
     if request.device.type == "cuda":
         warn_of_triton()
-    if chosen.exact and (chosen.source() or "score" in options):
+    if chosen.exact and (chosen.source() or "score" in request.options):
         _check_formula(backend, chosen, request, group)
 
 
@@ -255,7 +254,7 @@ def _by_formula(score: str, *inputs: Any) -> Tensor:
     """Return what naive computes with the functions of `score`; ValueError names a mistake."""
     file, name = SCORES[score][-1], f"attention.options.score={score}"
     try:
-        exact = Attention("naive", {"score": score})(*inputs)
+        exact, again = (Attention("naive", {"score": score})(*inputs) for _ in range(2))
     except Exception as error:  # of a plugin
         frames = [x for x in extract_tb(error.__traceback__) if x.filename == file]
         lines = [f", line {x.lineno}, in {x.name}" for x in frames]
@@ -266,6 +265,7 @@ def _by_formula(score: str, *inputs: Any) -> Tensor:
         "the optimizer has no numbers of it; a mixer may have such weights": exact.requires_grad,
         f"{file}: outputs are NaN; let it be finite for all positions": not exact.isfinite().all(),
         f"{file}: it hides every key from every query": not exact.any(),
+        f"{file}: two calls differ; compute it from its arguments alone": not exact.allclose(again),
     }
     refuse(*((found, f"{name}: {problem}") for problem, found in wrong.items()))
     return exact

@@ -227,13 +227,13 @@ def test_a_backend_that_only_says_it_is_exact_is_refused():
     for name in ("liar", "shortsighted"):
         with pytest.raises(ValueError, match=f"attention={name} says that it is exact"):
             check(name, **sizes)
-    learned = lambda score, *_: score * torch.ones(1, requires_grad=True)  # noqa: E731
     for name, function, message in (
-        ("learned", learned, "the optimizer has no numbers of it"),
+        ("learned", lambda x, *_: x * torch.ones(1, requires_grad=True), "has no numbers of it"),
         ("branches", branches, r"test_variants\.py, line \d+, in branches: .* torch\.where"),
         ("narrow", lambda score: score, "takes 1 positional argument but 5 were given"),
         ("nan", lambda score, *_: score.log(), r"test_variants\.py: outputs are NaN"),
         ("blind", lambda score, *_: score - torch.inf, "hides every key from every query"),
+        ("random", lambda score, *_: score * torch.rand(()), "two calls differ"),
     ):
         register_score(name, function)
         with pytest.raises(ValueError, match=rf"^attention\.options\.score={name}: .*{message}"):
