@@ -29,7 +29,7 @@ from longctx.runs import checkpoint_index, metrics
 from longctx.runs.evaluations import read_evaluations, scores
 from longctx.runs.metrics import BY_POSITION, Record, Shown, duration, finite, number, shown
 from longctx.runs.metrics_file import read_records
-from longctx.runs.run_folder import checkpoints, flat, is_training, read_config
+from longctx.runs.run_folder import checkpoints, closest_to, flat, is_training, read_config
 from longctx.spec.model_config import GPTConfig
 from longctx.tables import console, show
 from longctx.untrusted import TOKENIZER_SIZE, named, opened, read_settings, read_text
@@ -75,7 +75,9 @@ def read_all(paths: Sequence[Path], price: float | None) -> tuple[list[RunRecord
     """Return the runs at `paths`, each once, and notes on them; raises the first problem if no run
     is left.
     """
-    fields.refuse_first(f"{path}: no such folder" for path in paths if not path.exists())
+    missing = (path for path in paths if not path.exists())
+    remedy = "give the folder of a run"
+    fields.refuse_first(f"{x}: no such folder; {closest_to(x) or remedy}" for x in missing)
     unique = {x.resolve(): x for x in paths} | {x.resolve(): x for x in reversed(paths)}
     runs, problems = list[RunRecord](), list[ValueError | OSError]()
     for path in unique.values():

@@ -297,7 +297,7 @@ def read_config(folder: Path, needed: Collection[str] = (), given: str = "") -> 
     path = folder / "config.yaml"
     if not path.is_file():
         remedy = "it has no config.yaml; give runs/NAME"
-        if any(folder.glob("*/config.yaml")):
+        if not given and any(folder.glob("*/config.yaml")):  # resume= takes one
             remedy = f"it holds runs, so give {folder}/*/"
         raise ValueError(f"{given or folder}: not the folder of a run, {remedy}")
     config = flat(read_keys(path, folder))
