@@ -95,8 +95,8 @@ def _ways(keys: tuple[Any, ...], states: Sequence[str], closed: frozenset[str]) 
 
 
 def smallest(workload: Workload, host: float = inf) -> Workload:
-    """Return `workload` with the settings that take least of the GPU, of those that fit so many
-    bytes of host memory if any do.
+    """Return `workload` with the settings that take least of the GPU. They fit `host` bytes of the
+    host's memory if any do.
     """
     each = [[replace(workload, memory=share[-1]) for share in way] for way in ways(workload)]
     # Of each way the shares that the host has room for, or all; the last takes least of the GPU

@@ -216,7 +216,7 @@ def closest_to(path: Path) -> str:
 
 
 def check_resumable(folder: Path, saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first key of `given` that changes what a resume needs as `saved`."""
+    """Raise ValueError for the first key of `given` that a resume needs as it was `saved`."""
     for key, value in given.items():
         is_same = key in saved and saved[key] == value
         if not (is_same or declared_as(TrainConfig, key).resume):

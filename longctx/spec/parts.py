@@ -100,8 +100,8 @@ class Pass(NamedTuple):
     unpacked: int = 0  # of a packed weight during its product; 0 if weights are not packed
     is_compiled: bool = False
     on_gpu: bool = False
-    # Of attention: the tokens of a sequence, the description and the options of the backend, and
-    # parts of the heads that ranks which share sequences compute one after another
+    # Of attention: the tokens of a sequence, the description and the options of the backend. Ranks
+    # that share sequences compute their heads in parts, one after another
     keys: int = 0
     backend: Any = None
     options: Mapping[str, Any] = {}

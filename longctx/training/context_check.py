@@ -1,9 +1,9 @@
 """context.check: before a run, compare a small step of all ranks with the same step of one rank.
 
 It is the run's own step on its own sequences, cut short, with few layers and random weights. In
-fp32, all ranks and each rank alone agree but for the order of sums. It changes sums that cancel by
-more: they may differ by four times what a rounding of its weights changes one rank's. A run in bf16
-may be no further from one rank's fp32 than one rank's bf16 is. The last sequences have few targets,
+fp32, all ranks and each rank alone agree but for the order of sums. Sums that cancel may differ by
+more: by four times as much as one rank's do if its weights move by a rounding. A run in bf16 may
+be no further from one rank's fp32 than one rank's bf16 is. The last sequences have few targets,
 so that some ranks have none. In another library documents leaked between ranks without an error
 (trl#6843).
 """
