@@ -146,10 +146,7 @@ _lock = threading.Lock()
 
 
 def unused_zeros(device: torch.device, stream: int) -> tuple[Tensor, int]:
-    """Return int32 zeros, and where 16 bytes of them begin that no launch has been given.
-
-    Zeroing them for each launch would be a launch more.
-    """
+    """Return int32 zeros, and the index of 16 bytes in them that no launch has been given."""
     if stream:  # perhaps a graph's, or of its first run: it must zero its own, in its own memory
         return torch.zeros(4, dtype=torch.int32, device=device), 0
     with _lock:
