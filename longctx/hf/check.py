@@ -159,7 +159,8 @@ def devices(trial: Trial) -> Found:
         # The first error: a rank that waits for the failed one reports a lost connection
         failed = sorted(Path(folder).glob("failed*"), key=lambda file: file.stat().st_mtime_ns)
         if failed:
-            raise ChildProcessError(failed[0].read_text())
+            hint = "each device has half of the heads, see batch.own_heads"
+            raise ChildProcessError(f"{failed[0].read_text()}; {hint}")
         answers = [float(file.read_text()) for file in Path(folder).glob("rank*")]
     refuse((len(answers) < 2, "a process ended early"))
     return max(answers), EXACT

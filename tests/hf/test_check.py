@@ -159,10 +159,10 @@ def test_an_error_names_the_line_of_the_file_and_is_printed_once(tmp_path, capsy
     with loaded(file):
         assert check.check(str(file)) == 1
     printed = capsys.readouterr()
-    failed = [line for line in printed.out.splitlines() if line.startswith("FAILED")]
+    (failed,) = [line for line in printed.out.splitlines() if line.startswith("FAILED")]
     line = 1 + code.splitlines().index(next(x for x in code.splitlines() if "self.attended" in x))
-    assert len(failed) == 1 and f"my_heads.py, line {line}: RuntimeError" in failed[0]
-    assert failed[0].startswith("FAILED  context=2") and "Traceback" not in printed.err
+    assert f"my_heads.py, line {line}: RuntimeError" in failed and "Traceback" not in printed.err
+    assert failed.startswith("FAILED  context=2") and failed.endswith("batch.own_heads")
 
 
 class Narrow(Sound):
