@@ -244,8 +244,9 @@ def begun(
         if isinstance(chat, list):
             assert tokenizer.folder is not None, "a chat needs a tokenizer of longctx.load"
             template = template or Template(tokenizer.folder, today=datetime.now())
-            ids = tokenizer.encode_question(template.prompt(origin, row))
-            texts.append(Completion(tokenizer, ids, chat))
+            question, before = template.prompt(origin, row)
+            ids = tokenizer.encode_question(question)
+            texts.append(Completion(tokenizer, ids, chat, before))
         elif isinstance(text, str):
             texts.append(Completion(tokenizer, tokenizer.encode_prompt(text), text, text))
         else:

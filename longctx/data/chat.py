@@ -37,6 +37,7 @@ _VERSION = 7  # raised when the same conversation would become another document
 # Training always writes this day, so that the same conversation is always the same text. Llama's
 # templates write it by themselves.
 _DAY = datetime(2024, 7, 26)
+_END = "<|the text ends here|>"
 _MARK_IT = "put {% generation %} and {% endgeneration %} around it"
 
 
@@ -247,10 +248,25 @@ class Template:
         refuse((not spans, "the completion has no text of the assistant's"))
         return Document(name, text, spans)
 
-    def prompt(self, location: str, row: Row) -> str:
-        """Write the conversation up to the beginning of the assistant's next message."""
+    def prompt(self, location: str, row: Row) -> tuple[str, str]:
+        """Write the conversation of a row as `question` does, with what its answer begins with."""
         with untrusted.named(location):
-            return self.render(*self._read(row), prompt=True).text
+            return self.question(*self._read(row))
+
+    def question(self, messages: Sequence[Message], tools: Any = None) -> tuple[str, str]:
+        """Write `messages` up to the text of the assistant's next one. If the assistant's is the
+        last, write them up to the end of its text, which is returned too.
+        """
+        *others, last = messages
+        if last["role"] != "assistant" or last.get("tool_calls"):
+            return self.render(messages, tools, prompt=True).text, ""
+        # The next word's token holds the space before it. Templates take off spaces, and no mark
+        begun = (last["content"] or "").rstrip(" ")
+        whole = self.render([*others, {**last, "content": begun + _END}], tools).text
+        text, mark, _ = whole.rpartition(_END)
+        problem = f"the chat template of {self.folder} changes the end of the assistant's message"
+        refuse((not mark, f"{problem}, so no sample can continue it; leave it out"))
+        return text, begun
 
     def _read(self, row: Row) -> tuple[list[Message], Any]:
         """Return messages and tools of `row`, without special tokens in them, and let the template
@@ -258,8 +274,7 @@ class Template:
         """
         messages, tools = read(row)
         self.values = row.get("chat_template_kwargs") or {}
-        wrong = "'chat_template_kwargs' must be an object"
-        refuse((not isinstance(self.values, dict), wrong))
+        refuse((not isinstance(self.values, dict), "'chat_template_kwargs' must be an object"))
         parts = [(f"message {number}", message) for number, message in enumerate(messages, 1)]
         for part, content in (*parts, ("tools", tools), ("chat_template_kwargs", self.values)):
             # A Hub data set has dates, which JSON does not know.

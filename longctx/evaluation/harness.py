@@ -93,13 +93,9 @@ class Harness(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return the conversation up to the next answer, or up to the end of its last message."""
+        """Return the conversation up to the next answer, or to the end of one that is begun."""
         assert self.template is not None
-        text = self.template.render(chat_history, prompt=add_generation_prompt).text
-        if add_generation_prompt:
-            return text
-        begun = chat_history[-1]["content"].strip()
-        return text[: text.rindex(begun) + len(begun)]
+        return self.template.question(chat_history)[0]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], **kwargs: Any

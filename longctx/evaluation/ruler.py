@@ -97,7 +97,7 @@ class Texts:
         if self.template is None:
             return sample, self.tokenizer.encode_prompt(sample.prompt)
         row = {"messages": [{"role": "user", "content": sample.prompt}]}
-        return sample, self.tokenizer.encode_question(self.template.prompt(task, row))
+        return sample, self.tokenizer.encode_question(self.template.prompt(task, row)[0])
 
     def samples(self, task: str, length: int) -> Iterator[Encoded]:
         """Return samples as long as `length` allows; ValueError if the smallest are longer."""

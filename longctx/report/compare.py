@@ -369,9 +369,8 @@ def cost_of(config: Mapping[str, Any], figures: Record, price: float | None) -> 
     is_gpu = "memory_peak_gib" in figures
     cost: Record = {"device": config.get("lock.device", "GPU") if is_gpu else "CPU"}
     cost["devices"] = config.get("devices", 1)
-    if is_gpu and (seconds := number(figures, "seconds")):
-        # A resume may have had other devices
-        hours = number(figures, "device_seconds", seconds * cost["devices"]) / 3600
+    # Not by its devices now: before a resume it may have had others
+    if is_gpu and (hours := number(figures, "device_seconds") / 3600):
         cost["gpu_hours"] = hours
         if price is not None:
             cost["money"] = hours * price

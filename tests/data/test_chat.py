@@ -90,7 +90,11 @@ def test_answers_of_known_templates_are_learned(folder, known):
     assert conversation.text == by_transformers(folder, messages)
     row = {"messages": messages[:-1], "tools": tools_of(messages)}
     prompt = by_transformers(folder, **row, add_generation_prompt=True)
-    assert Template(folder, today=datetime.now()).prompt("here", row) == prompt
+    template = Template(folder, today=datetime.now())
+    assert template.prompt("here", row) == (prompt, "")
+    begun = by_transformers(folder, messages, continue_final_message=True)
+    text, answer = template.prompt("here", row | {"messages": messages})
+    assert text == begun and messages[-1]["content"] == answer
 
 
 @pytest.mark.parametrize(
@@ -218,7 +222,7 @@ def test_a_model_is_asked_for_what_it_learned(folder, ending, answer):
     conversation = written(folder, template, messages)
     tokenizer = Tokenizer.load(folder)
     ids, learned = tokenizer.encode_conversation(conversation.text, conversation.spans)
-    prompt = Template(folder).prompt("here", {"messages": messages[:1]})
+    prompt, _ = Template(folder).prompt("here", {"messages": messages[:1]})
     question = tokenizer.encode_question(prompt)
     assert ids[: len(question)].tolist() == question
     assert (learned == (np.arange(len(ids)) >= len(question))).all()

@@ -297,24 +297,22 @@ LOCK = {"backend": "flash", "kernel": "hopper", "machine": {"device": "NVIDIA H2
 
 
 def test_gpu_hours_and_money_are_products():
-    figures = {"memory_peak_gib": 2.0, "seconds": 1800.0, "tokens_seen": 5_000_000}
+    figures = {"memory_peak_gib": 2.0, "device_seconds": 14400.0, "tokens_seen": 5_000_000}
     config = {"devices": 8, "lock.device": "NVIDIA H200"}
     known = {"device": "NVIDIA H200", "devices": 8, "gpu_hours": 4.0}
     cost = cost_of(config, figures, 2.5)
     assert cost == known | {"money": 10.0, "tokens_per_money": 500_000}
     assert cost_of(config, figures, None) == known
-    resumed = figures | {"device_seconds": 3600.0}
-    assert cost_of(config, resumed, None)["gpu_hours"] == 1.0
-    on_cpu = {"process_peak_gib": 2.0, "seconds": 1800.0, "tokens_seen": 5}
+    on_cpu = {"process_peak_gib": 2.0, "device_seconds": 1800.0, "tokens_seen": 5}
     assert cost_of({"lock.device": "cpu"}, on_cpu, 2.5) == {"device": "CPU", "devices": 1}
-    assert "gpu_hours" not in cost_of({}, {"memory_peak_gib": 1.0, "seconds": None}, 2.5)
+    assert "gpu_hours" not in cost_of({}, {"memory_peak_gib": 1.0, "device_seconds": None}, 2.5)
 
 
 def test_the_table_and_the_file_have_costs_and_numbers(tmp_path):
-    rows = [step(n, seconds=1200.0 * n) for n in (1, 2, 3)]
+    rows = [step(n, device_seconds=4800.0 * n) for n in (1, 2, 3)]
     folders = [
         make(tmp_path / '<script>, "a"', rows, config="devices: 4", lock=LOCK),
-        make(tmp_path / "b", [*rows[:2], step(3, loss=math.nan, seconds=3600.0)], lock=LOCK),
+        make(tmp_path / "b", [*rows[:2], step(3, loss=math.nan, device_seconds=3600.0)], lock=LOCK),
     ]
     table = table_of([RunRecord(folder, 2.5) for folder in folders], 2.5)
     lines = {name: cells for name, *cells in table}
