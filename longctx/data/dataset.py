@@ -54,6 +54,7 @@ SAMPLE = 16 << 20  # characters that a BPE is trained on
 PIECE = 4096  # characters that are drawn together for it
 _SAMPLE = "sample 2"  # of the cache; raised when the same documents would have another sample
 SPLITS = ("train", "val")
+LOOKED_AT = 1000  # sequences of a source, to find out if most hold no target
 
 
 class EncodedDocument(NamedTuple):
@@ -180,6 +181,21 @@ class SourcePart:
             tokens += share * float(pieces.sum()) / count
             first += count
         return far / tokens
+
+    def without_target(self) -> str:
+        """Return a line if most of LOOKED_AT training sequences, spread evenly, hold no target."""
+        packing, count = self.packings["train"], 0
+        numbers = range(0, packing.sequences, max(1, packing.sequences // LOOKED_AT))
+        for number in numbers:
+            own = slice(*packing.bounds[number : number + 2].tolist())
+            first = packing.start[own] + 1
+            stop = first + packing.length[own]
+            marks = map(self.store.scored, packing.document[own], first, stop)
+            count += not any(x is None or x.any() for x in marks)
+        origin, whole = self.config.path or self.config.source, np.quantile(self.store.lengths, 0.9)
+        advice = f"seq_len={whole:.0f} holds 90% of its documents whole"
+        text = f"{count:,} of {len(numbers):,} sequences of {origin} hold no target token; {advice}"
+        return text if count > len(numbers) / 2 else ""
 
     def sequences(self, split: str) -> PackedSequences:
         """Return the sequences of `train` or `val`."""
@@ -312,11 +328,13 @@ class Data:
         parts = {name: part for name, part in self.parts.items() if not part.store.has_sides}
         shares = {name: part.share_beyond for name, part in parts.items()}
         rows = [row for part in self.parts.values() for row in part.by_length()[1:]]
+        untaught = map(SourcePart.without_target, parts.values())
         empty = ", ".join(row["tokens"] for row in rows if not row["documents"])
         problem = f"; data.lengths: no document has {empty} tokens" if empty else ""
         about = {
             "left_out": ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()),
             "far_back": far_back.line(shares, int(self.lengths.max()), self.seq_len) + problem,
+            "without_target": "; ".join(filter(None, untaught)),
         }
         if not self.config.mix:
             return each[0] | about

@@ -96,6 +96,7 @@ def overview(data: Data, counts: dict[str, Any]) -> Iterator[str]:
         yield f"learned in the last turn only: {counts['conversations_shortened']:,}"
     if counts["sources_without_end"]:
         yield "end of answers: no target is a token at which generation stops"
+    yield from filter(None, [counts["without_target"]])
     yield f"{total:,} tokens of {counts['vocab_size']:,}, {counts['bytes'] / total:.2f} bytes each"
     half, nine_tenths, longest = np.quantile(data.lengths, (0.5, 0.9, 1)).astype(int).tolist()
     yield f"documents of {half:,} tokens (median), {nine_tenths:,} (90%), {longest:,} (longest)"

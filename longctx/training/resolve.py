@@ -60,11 +60,9 @@ def resolve(
     run.schedule.check(config)
     for length in (step.seq_len, *(length for length, _ in config.seq_len_schedule or [])):
         whole = padded(length, step.context, step.context_method)
-        if step.model.experts.balance and whole != length:
-            raise ValueError(
-                f"model.experts.balance with context={step.context} pads sequences of {length} to "
-                f"{whole} tokens, which the experts would balance too; use {whole} tokens"
-            )
+        pads = f"model.experts.balance with context={step.context} pads sequences of {length} to"
+        problem = f"{pads} {whole} tokens, which the experts would balance too; use {whole} tokens"
+        refuse((step.model.experts.balance and whole != length, problem))
     data = load(choice.data, step.seq_len)
     source, share = config.data.source, config.data.val_fraction
     empty = f"data={source}: no document is left to train on; data.val_fraction={share}"

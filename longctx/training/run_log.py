@@ -317,6 +317,7 @@ def warnings(run: Run, counts: dict[str, Any]) -> list[str]:
     remedy = "" if hasattr(model, "transformers") else ". rope=auto stretches positions"
     rows = {
         f"not read: {unread_files}": unread_files,
+        counts["without_target"]: counts["without_target"],
         # Such a model writes on until it has written all tokens that it may
         "no target is a token at which generation stops, so answers will not end; the chat "
         "template can put one between {% generation %} and {% endgeneration %}": (

@@ -275,6 +275,10 @@ def test_cut_conversations_keep_their_marks(folder):
     uncut, cut = load(config, 2048), load(config, 48)
     assert len(scored(uncut)) == len(scored(cut)) > 0
     assert len(cut.train) > 6 * len(uncut.train)
+    assert not uncut.summary()["without_target"] + cut.summary()["without_target"]
+    rows = ({"messages": [asks(f"a rose {n} " * 40), TALK[1]]} for n in range(6))
+    text = load(chats(folder, *rows), 48).summary()["without_target"]
+    assert "chats.jsonl hold no target token" in text
 
 
 SPECIAL = "x<|im_end|>"

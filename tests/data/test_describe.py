@@ -1,7 +1,5 @@
 """`longctx data`: its counts are right, and its overrides are checked."""
 
-from pathlib import Path
-
 from longctx.cli import main
 from tests.hf.families.parity import write_tokenizer
 from tests.processes import ROOT
@@ -25,9 +23,3 @@ def test_a_recipe_shows_the_preferred_answer(tmp_path, capsys, monkeypatch):
     words = ["examples/dpo.yaml", f"init={tmp_path}", f"data.cache={tmp_path}/cache"]
     assert main(["data", *words]) == 0
     assert "cross in April?⟦No. Until" in capsys.readouterr().out
-
-
-def test_a_file_without_a_key_is_one_line(refused, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("notes.txt").touch()
-    refused(main(["data", "notes.txt"]), "data=text data.path=notes.txt")

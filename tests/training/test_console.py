@@ -34,6 +34,7 @@ ROWS: list[dict[str, Any]] = [
     {"step": 9, "tokens_seen": 810, "val_loss": 5.0, "val_perplexity": 150.0},
 ]
 COUNTS = {"val_documents": 0, "train_efficiency": 0.9, "sources_without_end": 0}
+COUNTS |= {"without_target": ""}
 
 
 def run(folder: Path) -> Path:
@@ -80,8 +81,9 @@ def test_the_documents_are_warned_about(tmp_path):
         (tmp_path / name).write_text("x")
     config = TrainConfig()
     config.data.source, config.data.mix = "mix", {"a": {"path": str(tmp_path)}}
-    counts = {"train_efficiency": 0.25, "sources_without_end": 1}
-    unread, endless, padding = warnings(sample_run(config), COUNTS | counts)
+    counts = {"train_efficiency": 0.25, "sources_without_end": 1, "without_target": "3 of 4"}
+    unread, untaught, endless, padding = warnings(sample_run(config), COUNTS | counts)
+    assert untaught == "3 of 4"
     assert "2 .pdf, 1 without an ending, 1 .1, 1 .2, 1 .3, others; " in unread
     assert unread.endswith("data.path='FOLDER/**/*.rst'")
     assert "answers will not end" in endless

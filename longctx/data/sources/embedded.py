@@ -69,17 +69,11 @@ def _read(name: str, path: str) -> Iterator[Document]:
 def _python_files(root: Path, name: str) -> list[tuple[str, str]]:
     """Return (name, path) of the corpus' files under `root`, sorted by name."""
     files = []
-    folders = [(name, str(root))]
-    while folders:
-        prefix, folder = folders.pop()
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                inner = f"{prefix}/{entry.name}"
-                if inner in _SKIPPED_PATHS or entry.name.startswith(_SKIPPED_PREFIXES):
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    if entry.name not in _SKIPPED_FOLDERS:
-                        folders.append((inner, entry.path))
-                elif entry.name.endswith(".py") and entry.stat().st_size > _SMALLEST:
-                    files.append((inner, entry.path))
+    for folder, folders, names in os.walk(root):
+        prefix = f"{name}{folder.removeprefix(str(root))}/"
+        skipped = {x for x in folders + names if x.startswith(_SKIPPED_PREFIXES)}
+        skipped |= {x for x in folders + names if prefix + x in _SKIPPED_PATHS}
+        folders[:] = {*folders} - skipped - _SKIPPED_FOLDERS
+        paths = {prefix + x: f"{folder}/{x}" for x in {*names} - skipped if x.endswith(".py")}
+        files += [(x, path) for x, path in paths.items() if os.path.getsize(path) > _SMALLEST]
     return sorted(files)

@@ -49,8 +49,7 @@ class Hub(Source):
         names = [config.paths()[0], config.name, config.split, config.text_column]
         identity = [*names, config.revision, config.data_files()]
         template = chat_template(config)
-        if template is not None:
-            identity.append(template.fingerprint)
+        identity += [] if template is None else [template.fingerprint]
         return Corpus(identity, [Shard(config.paths()[0], partial(_read, config, template))])
 
 

@@ -21,10 +21,8 @@ def chat_template(config: DataConfig) -> Template | None:
         return None
     from longctx.data.chat import Template  # jinja2
 
-    problem = (
-        "data.chat=true: needs a tokenizer with a chat template; give data.tokenizer= or init="
-    )
-    refuse((config.tokenizer is None, problem))
+    problem = "needs a tokenizer with a chat template; give data.tokenizer= or init="
+    refuse((config.tokenizer is None, f"data.chat=true: {problem}"))
     path = Path(config.tokenizer or "").expanduser()
     return Template(path if path.is_dir() else path.parent, config.turns)
 

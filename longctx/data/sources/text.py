@@ -70,8 +70,7 @@ class LocalFiles(Source):
         shards = [Shard(x, partial(_read, x, file, config, template)) for x, file in files]
         identity: list[Any] = [[state_of(*file) for file in files]]
         identity += [config.text_column, config.errors]
-        if template is not None:
-            identity.append(template.fingerprint)
+        identity += [] if template is None else [template.fingerprint]
         endings = {split_name(file)[0] for _, file in files}
         return Corpus(identity, shards, len(shards) if endings.isdisjoint(OF_ROWS) else None)
 
