@@ -158,11 +158,6 @@ def test_a_model_larger_than_the_memory_is_one_line(tmp_path, monkeypatch, capsy
 
 
 def test_mistakes_are_one_line(folder, refused, tmp_path, capsys):
-    for mistake, other in (
-        *(("prompts=nowhere.jsonl", "prompt=a"), ("chat=true", "seed=1")),
-        *(("out=b.jsonl", "prompts=b.jsonl"), ("top_k=5", "temperature=0")),
-    ):
-        refused(generate(folder, mistake, other), mistake)
     (full := tmp_path / "full.jsonl").symlink_to("/dev/full")
     assert generate(folder, "prompt=a", f"out={full}") == 74
     assert capsys.readouterr().err.startswith(f"error: out={full}: No space left on device")

@@ -104,13 +104,20 @@ def test_another_reference_is_not_resumed(rows, tuned, capsys):
         assert str(file) in capsys.readouterr().err, name
 
 
-def test_undesirable_answers_are_not_scored(rows, tuned):
-    model = open_model(str(tuned(**keys_of("kto", rows) | {"max_steps": 1})))
+def test_undesirable_answers_are_not_scored(rows, tuned, tmp_path):
+    """In a mix whose second file alone validates."""
+    judge, keys = tmp_path / "judge.jsonl", keys_of("kto", rows) | {"data": "mix", "max_steps": 1}
+    judge.write_text((rows / "labels.jsonl").read_text().replace("?", "!"))
+    parts = {"own__path": keys.pop("data__path"), "own__val_fraction": 0, "judge__path": judge}
+    parts |= {"judge__val_fraction": 0.99, "judge__weight": 0.001}
+    run = tuned(**keys | {"data__path": None} | {f"data__mix__{x}": y for x, y in parts.items()})
+    assert "val_rewards/chosen" in validations(run)[0]
+    model = open_model(str(run))
     assert model.run is not None
     scored = [document.name for document in of_run(model.folder, model.run, "val", "")]
     labels = [json.loads(line)["label"] for line in (rows / "labels.jsonl").open()]
-    assert scored
     assert all(labels[int(name.split(":")[1]) - 1] for name in scored)
+    assert {name.partition("/")[0] for name in scored} == {"judge"}
 
 
 def test_long_prompts_lose_their_beginnings_aloud(rows, tuned, start, refused, capsys):
