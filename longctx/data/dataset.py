@@ -185,7 +185,7 @@ class SourcePart:
     def without_target(self) -> str:
         """Return a line if most of LOOKED_AT training sequences, spread evenly, hold no target."""
         packing, count = self.packings["train"], 0
-        numbers = range(0, packing.sequences, max(1, packing.sequences // LOOKED_AT))
+        numbers = range(0, packing.sequences, -(-packing.sequences // LOOKED_AT) or 1)
         for number in numbers:
             own = slice(*packing.bounds[number : number + 2].tolist())
             first = packing.start[own] + 1
