@@ -88,18 +88,18 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def count_step(self) -> None:
-        """Count one more step of every parameter that has a gradient, with a state of zeros at
-        first. Write the numbers of the step, which our kernel reads on the GPU.
+        """Count one more step of every parameter that has a gradient. At first give all a state of
+        zeros, since a resume expects one. Write the step's numbers, which our kernel reads.
         """
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
-            for p in trained:
+            for p in group["params"]:
                 state = self.state[p]
                 if not state:
                     # On the host: reading it waits for nothing. torch's Adam expects it so
                     state["step"] = torch.zeros(())
                     state |= {name: self._zeros(local(p)) for name in self.state_names(p)[1:]}
-                state["step"] += 1
+                state["step"] += p.grad is not None
             if trained and by_kernel(trained[0]):
                 self._rates_at(int(self.state[trained[0]]["step"]), group)
 
