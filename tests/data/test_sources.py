@@ -45,7 +45,7 @@ def counting(tmp_path: Path) -> Iterator[DataConfig]:
     SOURCES.remove("counting")
 
 
-def test_a_registered_source_becomes_sequences(counting):
+def test_a_registered_source_becomes_sequences(counting, monkeypatch):
     data = load(counting, 32)
     texts = {document.name: document.text for document in read_documents(counting)}
     assert data.summary()["documents"] == len(texts) == 16
@@ -54,6 +54,10 @@ def test_a_registered_source_becomes_sequences(counting):
         assert data.tokenizer.decode(document.ids[:-1]) == texts[document.name]
     assert load(counting, 32).fingerprint == data.fingerprint
     assert load(replace(counting, length=544), 32).fingerprint != data.fingerprint
+    # Its file is edited: it reads other texts under the same identity
+    monkeypatch.setattr(Counting, "__module__", "my_source_0123456789ab")
+    monkeypatch.setitem(globals(), "prose", lambda *_: "other words " * 99)
+    assert load(counting, 32).fingerprint != data.fingerprint
 
 
 @pytest.mark.parametrize(("text", "message"), [(b"a", "bytes; give a str"), ("\ud800", "replace")])
