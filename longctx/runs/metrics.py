@@ -205,12 +205,10 @@ def figures(records: list[Record]) -> Record:
     result: Record = {}
     held: set[str] = set().union(*records)
     for metric in (x for x in METRICS if x.key in held):
-        key = metric.key
+        key, column = metric.key, values(records, metric.key)
         if metric.of_run == "last":
-            last = next(record[key] for record in reversed(records) if key in record)
-            result[key] = math.nan if last is None else last
+            result[key] = math.nan if column[-1] is None else column[-1]
             continue
-        column = values(records, key)
         if metric.of_run == "median":
             column = column[1:] or column
         if numbers := finite(column):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,10 @@ def records(request: dict[str, Any], commands: Commands) -> Iterator[tuple[int, 
     """Yield step and numbers of each record that this start of a run adds, until the run ends;
     then `request` has its "exit_code".
     """
-    before = request["records_before"]
-    for record in follow(request, commands):
-        before -= 1
-        if before < 0:
-            step = record.pop("step")
-            record.pop(SAMPLE, None)
-            yield step, {key: math.nan if x is None else x for key, x in record.items()}
+    for record in islice(follow(request, commands), request["records_before"], None):
+        step = record.pop("step")
+        record.pop(SAMPLE, None)
+        yield step, {key: math.nan if x is None else x for key, x in record.items()}
 
 
 def copy_to_tensorboard(request: dict[str, Any], commands: Commands) -> None:

@@ -196,10 +196,14 @@ def follow(request: dict[str, Any], commands: Commands) -> Iterator[Record]:
     """Yield every record of a run, those of earlier starts first, until `commands` finish; then
     `request` has its "exit_code".
     """
-    tail = metrics_file.Tail(Path(request["folder"]))
+    tail, sent = metrics_file.Tail(Path(request["folder"])), 0
     for command in commands:
-        # Reading after the command yields all records that came before the end
-        yield from tail.records()
+        # Reading after the command yields all records that came before the end. A file that was
+        # deleted is written anew, with those that were sent
+        before, new = tail.inode, tail.records()
+        new = new if tail.inode == before else new[sent:]
+        sent += len(new)
+        yield from new
         if "finish" in command:
             request["exit_code"] = command["finish"]
             return

@@ -58,11 +58,8 @@ def computed(given, memory, mesh):
             logits = model(tokens[:, :-1])
     sharding.reshard(model)
     weights = dict(model.named_parameters())
-    return (
-        logits,
-        {n: sharding.full(x.grad).float() for n, x in weights.items() if x.grad is not None},
-        wide,
-    )
+    gradients = {n: x.grad for n, x in weights.items() if x.grad is not None}
+    return logits, {n: sharding.full(x).float() for n, x in gradients.items()}, wide
 
 
 def main() -> None:

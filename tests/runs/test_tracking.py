@@ -118,9 +118,12 @@ def test_a_copy_that_cannot_start_ends_alone(tmp_path, monkeypatch):
     tracker.start_copies({})
     assert "wandb is off" in str(tracker.problem())
     tracker.log(ROWS[0])
+    copied = tracking.follow({"folder": str(tmp_path)}, iter([{}, {"finish": 0}]))
+    assert next(copied) == ROWS[0]
     (tmp_path / metrics_file.FILE).unlink()  # by somebody, while it trains
     tracker.log(ROWS[1])
     assert tracker.finish(0) is None and metrics_file.read(tmp_path) == ROWS[:2]
+    assert list(copied) == ROWS[1:2]  # each once
 
 
 def test_a_full_disk_names_the_file(tmp_path):
