@@ -138,11 +138,9 @@ class EarlyStopping(Callback):
         run, log = self.parts.run, self.parts.log
         log.more = " patience=null" if self.ends() else ""
         if self.ends() and log.steps_done < run.max_steps:
-            log.say(
-                f"ended after step {log.steps_done:,}: {self.since:,} validations without a lower "
-                f"loss than {self.loss:.4f} after step {self.step:,} "
-                f"(patience={run.config.patience})"
-            )
+            ended = f"ended after step {log.steps_done:,}: {self.since:,} validations without"
+            lowest = f"{self.loss:.4f} after step {self.step:,} (patience={run.config.patience})"
+            log.say(f"{ended} a lower loss than {lowest}")
 
     def state(self) -> dict[str, Any]:
         kept = self.kept if self.parts.run.config.keep_best else None

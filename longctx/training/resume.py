@@ -42,9 +42,10 @@ def continued(run: Run) -> Run:
         expected = [(weight.shape, names(weight)) for weight in trained]
         checkpoints.check_states(path, checkpoint, expected)
         # A run that has ended says so; else it would train one step more
-        validations = checkpoint["best"]["since"]
+        # Losses of other sequences are not compared
+        best, larger = checkpoint["best"], "to continue, give a larger"
+        validations = best["since"] if best.get("val_rows") == run.val_rows else 0
         is_over = config.patience is not None and validations >= config.patience
-        larger = "to continue, give a larger"
         ended = f"resume={folder}: the run has ended after {validations} validations without"
         patience = f"{ended} a lower loss; {larger} patience=, or patience=null"
         done = f"resume={folder}: the run is done after step {steps_done:,}; {larger} max_steps="

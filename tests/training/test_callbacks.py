@@ -117,6 +117,7 @@ def test_patience_ends_a_run(trained, refused, capsys):
     assert names(folder) == ["step-00000006"]  # the three before count
     assert train.main([f"resume={folder}", "patience=6", "max_steps=7"]) == 0
     assert capsys.readouterr().out.endswith(f"resume {folder} max_steps=14 patience=null\n")
+    assert train.main([f"resume={folder}", "patience=1", "val_rows=1", "max_steps=8"]) == 0
 
 
 @pytest.mark.slow
