@@ -73,10 +73,8 @@ def test_validation_takes_what_is_predicted(kind):
 
 
 def test_a_single_layer_is_measured():
-    one, two = (
-        workload_of(TrainConfig(model=described(settings)), "cpu", 256)
-        for settings in (settings_of("llama") | {"num_hidden_layers": n} for n in (1, 2))
-    )
+    models = (described(settings_of("llama") | {"num_hidden_layers": n}) for n in (1, 2))
+    one, two = (workload_of(TrainConfig(model=model), "cpu", 256) for model in models)
     assert layers_of(one) == layers_of(two)[:1]
 
 

@@ -272,9 +272,8 @@ def test_a_tensor_that_lora_changes_in_parts_is_refused(tmp_path):
     reference("qwen3_5_text").save_pretrained(tmp_path)
     config = LoraConfig(rank=3, targets=["qkv", "gate"])
     model = lora.add(model_folder.pretrained(tmp_path), config)
-    with pytest.raises(
-        ValueError, match=r"adapter=true: .*\.q_proj\.weight apart; leave adapter out"
-    ):
+    message = r"adapter=true: .*\.q_proj\.weight apart; leave adapter out"
+    with pytest.raises(ValueError, match=message):
         export_adapter(model, config, str(tmp_path), tmp_path / "adapter")
 
 

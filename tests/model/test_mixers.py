@@ -140,9 +140,10 @@ def test_what_a_mixer_lacks_is_refused(monkeypatch):
         monkeypatch.setattr(MIXERS["short"], question, lambda spec, *e: spec.no_such)
         with pytest.raises(ValueError, match=rf"test_mixers\.py, line \d+: {question}: Attr"):
             small("short").config.block(0).attention.cost(2)
-    monkeypatch.setattr(MIXERS["short"], "weights", lambda spec: {"out": 4})
-    with pytest.raises(ValueError, match=r"mixer=short: .*my_mixer\.py: weights: TypeError: 'int'"):
-        small("short")
+    for shape, error in ((4, "TypeError: 'int'"), ((), "IndexError: tuple")):
+        monkeypatch.setattr(MIXERS["short"], "weights", lambda spec, shape=shape: {"out": shape})
+        with pytest.raises(ValueError, match=rf"mixer=short: .*my_mixer\.py: weights: {error}"):
+            small("short")
 
 
 @pytest.mark.parametrize("memory", ["fast", "balanced"])

@@ -128,7 +128,7 @@ class MixerSpec(AttentionSpec):
     @cached_property
     def shapes(self) -> dict[str, tuple[Any, ...]]:
         """Return the shape of each weight."""
-        return {**self.answer("weights", lambda x: {name: tuple(x[name]) for name in x})}
+        return {**self.answer("weights", lambda x: {n: (x[n][0], *x[n][1:]) for n in x})}
 
     @cached_property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -189,7 +189,7 @@ class MixerSpec(AttentionSpec):
 
 def rows_of(shape: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the first item of `shape` as a tuple: the rows of each matrix that a weight stacks."""
-    return shape[0] if isinstance(shape[0], tuple) else shape[:1]
+    return tuple(shape[0]) if isinstance(shape[0], tuple | list) else shape[:1]
 
 
 @dataclass
