@@ -88,9 +88,8 @@ def test_ranks_see_about_as_many_pairs(ranks, share):
     length = 256 * 40 * ranks
     mask = packed(4, length, share).bind(4, length, length, "cpu")
     pairs = (mask.last - mask.first + 1).unflatten(1, (-1, 256)).sum(2).expand(4, -1)
-    work = (
-        pairs.gather(1, dealt(mask, length // 256, ranks)).unflatten(1, (ranks, -1)).sum(2).float()
-    )
+    work = pairs.gather(1, dealt(mask, length // 256, ranks)).unflatten(1, (ranks, -1))
+    work = work.sum(2).float()
     assert (work.max(1).values / work.mean(1)).max() < 1.05
 
 
