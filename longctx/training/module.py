@@ -34,7 +34,9 @@ Mark = Callable[[str], None]  # called with the part of a step that has been que
 def learning_rate(optimizer: Optimizer, run: Run) -> LambdaLR:
     """Set the rate of the schedule in every parameter group, from the run's next step on."""
     for group in optimizer.param_groups:
-        group["initial_lr"] = 1.0  # by which torch multiplies the rate
+        # A plugin's group may have another rate: torch multiplies the schedule's by this
+        is_usual = not run.lr or group["lr"] in (run.lr, optimizer.defaults.get("lr"))
+        group.setdefault("initial_lr", 1.0 if is_usual else group["lr"] / run.lr)
     return LambdaLR(optimizer, run.schedule.rate, last_epoch=run.steps_done - 1)
 
 
@@ -129,9 +131,7 @@ class TrainingModule(pl.LightningModule):
 
 @dataclass
 class StepParts:
-    """The parts of a step in their order, with kernels launched one by one; `prepared` is `module`
-    with its strategy.
-    """
+    """The parts of a step, launched kernel by kernel; `prepared` is `module` in its strategy."""
 
     module: TrainingModule
     prepared: Any

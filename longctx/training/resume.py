@@ -42,8 +42,8 @@ def continued(run: Run) -> Run:
         expected = [(weight.shape, names(weight)) for weight in trained]
         checkpoints.check_states(path, checkpoint, expected)
         # A run that has ended says so; else it would train one step more
-        # Losses of other sequences are not compared
         best, larger = checkpoint["best"], "to continue, give a larger"
+        # Losses of other sequences are not compared
         validations = best["since"] if best.get("val_rows") == run.val_rows else 0
         is_over = config.patience is not None and validations >= config.patience
         ended = f"resume={folder}: the run has ended after {validations} validations without"

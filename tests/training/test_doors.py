@@ -28,7 +28,9 @@ def tripled(model: GPT, batch: MicroBatch, keys: Any) -> torch.Tensor:
 
 
 def momentum(model: torch.nn.Module, run: Run) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=run.lr, momentum=0.9)
+    first, *others = model.parameters()  # the first at half the rate
+    groups = [{"params": [first], "lr": run.lr / 2}, {"params": others}]
+    return torch.optim.SGD(groups, lr=run.lr, momentum=0.9)
 
 
 class Counts(callbacks.Callback):
@@ -74,7 +76,9 @@ def test_registered_parts_train_and_resume(own, trained):
     rows = steps(folder)
     assert [row["calls"] for row in rows] == [0, 1, 2, 3, 4, 5]
     assert [row["lr"] for row in rows] == [0.01, *[0.005] * 5]
-    assert newest(folder)["optimizer_states"][0]["state"][0].keys() == {"momentum_buffer"}
+    (optimizer,) = newest(folder)["optimizer_states"]
+    assert optimizer["state"][0].keys() == {"momentum_buffer"}
+    assert [group["lr"] for group in optimizer["param_groups"]] == [0.0025, 0.005]
     validated = validations(folder)[0]
     assert "val_perplexity" not in validated
     assert rows[0]["loss"] == pytest.approx(3 * validated["val_loss"], rel=0.1)
