@@ -76,8 +76,10 @@ def contents(
         weight = weights[names[number]]
         for key, value in values.items():
             if value.ndim:
-                shape = torch.Size([weight.shape[0], *value.shape[1:]])
-                tensors[f"optimizer.{number}.{key}"] = Sharded(value, shape, weight.rows_of)
+                if value.shape != weight.part.shape:  # a resume would refuse it
+                    state = f"optimizer: {key} of {names[number]} has shape {[*value.shape]}; give"
+                    raise ValueError(f"{state} one number or its weight's {[*weight.part.shape]}")
+                tensors[f"optimizer.{number}.{key}"] = Sharded(value, weight.shape, weight.rows_of)
             else:
                 scalars.setdefault(str(number), {})[key] = float(value)
     of_optimizer = {"param_groups": optimizer["param_groups"], "optimizer_scalars": scalars}

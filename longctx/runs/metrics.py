@@ -206,13 +206,11 @@ def figures(records: list[Record]) -> Record:
     held: set[str] = set().union(*records)
     for metric in (x for x in METRICS if x.key in held):
         key, column = metric.key, values(records, metric.key)
+        is_median = metric.of_run == "median"
         if metric.of_run == "last":
             result[key] = math.nan if column[-1] is None else column[-1]
-            continue
-        if metric.of_run == "median":
-            column = column[1:] or column
-        if numbers := finite(column):
-            result[key] = median(numbers) if metric.of_run == "median" else max(numbers)
+        elif numbers := finite((is_median and column[1:]) or column):
+            result[key] = median(numbers) if is_median else max(numbers)
     return result
 
 

@@ -60,10 +60,8 @@ def test_validation_is_trained_on_in_no_source(text_config, tmp_path, needles):
     mix = {name: {"path": str(tmp_path / name)} for name in "ab"}
     recall = {"source": "needles", "documents": 20, "length": 4000, "val_fraction": 0}
     data = load(text_config(source="mix", path=None, mix=mix | {"r": mix["a"] | recall}), 64)
-    train, val = (
-        {x.name: data.tokenizer.decode(x.ids[:-1]) for x in data.documents(split)}
-        for split in ("train", "val")
-    )
+    both = map(data.documents, ("train", "val"))
+    train, val = ({x.name: data.tokenizer.decode(x.ids[:-1]) for x in each} for each in both)
     assert {name[0] for name in val} == {"a", "b"} and len(val) > 10
     assert not set(val.values()) & set(train.values())
     generated = "\n".join(text for name, text in train.items() if name[0] == "r")

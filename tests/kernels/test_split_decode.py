@@ -35,10 +35,8 @@ def check(
     q, k, v = (x.double() for x in qkv)
     sinks = inputs(1, 1, q.shape[1], 1, 1)[0].flatten()
     bias = inputs(1, k.shape[1], q.shape[1], 1, 1)[1].expand(q.shape[0], -1, q.shape[1], -1)[..., 0]
-    bias = (
-        bias.transpose(1, 2).contiguous()
-        + 1000.0 * torch.arange(q.shape[1], device=DEVICE)[:, None]
-    )
+    rising = 1000.0 * torch.arange(q.shape[1], device=DEVICE)[:, None]
+    bias = bias.transpose(1, 2).contiguous() + rising
     several = ((None, None), (sinks, None), (None, bias), (sinks, bias))
     for learned in several if alone else several[::3]:
         out = decode(*qkv, first, last, q.shape[-1] ** -0.5, parts, *learned)

@@ -30,11 +30,8 @@ def save(path: Path) -> None:
     random = checkpoints.random_state()
 
     def write_share(rank: int) -> None:
-        cuts = {name: rows_of_ranks(x) for name, x in WHOLE.items()}
-        weights = {
-            name: Sharded(WHOLE[name][cut[rank]], WHOLE[name].shape, cut)
-            for name, cut in cuts.items()
-        }
+        cuts = {name: (x, rows_of_ranks(x)) for name, x in WHOLE.items()}
+        weights = {n: Sharded(x[cut[rank]], x.shape, cut) for n, (x, cut) in cuts.items()}
         trained, step = ["model.c", "model.a"], torch.tensor(4.0)
         moments = [2 * weights[name].part for name in trained]
         states = {n: {"step": step, "exp_avg": moment} for n, moment in enumerate(moments)}
@@ -81,6 +78,11 @@ def test_any_rows_come_back(path):
     assert torch.equal(states[1]["exp_avg"][:], 2 * WHOLE["model.a"])
     assert float(states[0]["step"]) == 4.0
     assert checkpoint["random"]["torch"] == torch.get_rng_state().tolist()
+    # Of an optimizer like Adafactor, which a resume would refuse
+    whole = WHOLE["model.a"]
+    state = {"param_groups": [], "state": {0: {"row": whole[:, :1]}}}
+    with pytest.raises(ValueError, match=r"row of model\.a has shape .* give one number or"):
+        checkpoints.contents({}, {"model.a": Sharded(whole, whole.shape, [])}, state, ["model.a"])
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".json"])

@@ -163,10 +163,8 @@ def test_conversations_and_parquet_are_read_as_texts_are(rows, tuned, folder, tm
     ]
     (tmp_path / "turns.jsonl").write_text("\n".join(map(json.dumps, implicit)))
     keys = keys_of("orpo", rows) | {"data__chat": "true", "max_steps": 1}
-    first, second = (
-        losses(tuned(kind, **keys | {"data__path": tmp_path / f"turns.{kind}"}))
-        for kind in ("parquet", "jsonl")
-    )
+    paths = {kind: {"data__path": tmp_path / f"turns.{kind}"} for kind in ("parquet", "jsonl")}
+    first, second = (losses(tuned(kind, **keys | path)) for kind, path in paths.items())
     assert first == second
     assert capsys.readouterr().out.count("(1 with equal answers left out)") == 2
 
