@@ -185,12 +185,11 @@ class SourcePart:
     def without_target(self) -> str:
         """Return a line if most of LOOKED_AT training sequences, spread evenly, hold no target."""
         packing, count = self.packings["train"], 0
-        numbers = range(0, packing.sequences, -(-packing.sequences // LOOKED_AT) or 1)
+        numbers = range(packing.sequences)[:: 1 + packing.sequences // LOOKED_AT]
+        first, stop = packing.start + 1, packing.start + 1 + packing.length
         for number in numbers:
             own = slice(*packing.bounds[number : number + 2].tolist())
-            first = packing.start[own] + 1
-            stop = first + packing.length[own]
-            marks = map(self.store.scored, packing.document[own], first, stop)
+            marks = map(self.store.scored, packing.document[own], first[own], stop[own])
             count += not any(x is None or x.any() for x in marks)
         origin, whole = self.config.path or self.config.source, np.quantile(self.store.lengths, 0.9)
         advice = f"seq_len={whole:.0f} holds 90% of its documents whole"
@@ -338,11 +337,8 @@ class Data:
         }
         if not self.config.mix:
             return each[0] | about
-        counts: dict[str, Any] = about | {
-            "source": "mix",
-            "vocab_size": self.tokenizer.vocab_size,
-            "seq_len": self.seq_len,
-        }
+        counts: dict[str, Any] = about | {"source": "mix", "seq_len": self.seq_len}
+        counts["vocab_size"] = self.tokenizer.vocab_size
         # Counts add up over the sources; names, sizes and shares do not.
         for key, value in each[0].items():
             if isinstance(value, int) and key not in counts:
