@@ -43,7 +43,6 @@ def dtype_of(precision: str) -> torch.dtype:
 def check_attention(config: TrainConfig | EvalConfig, model: GPTConfig, device: str) -> None:
     """Raise ValueError with an alternative if the backend cannot run as asked."""
     shard, sharing, variant = None, config.context, config.attention.variant
-    trains = isinstance(config, TrainConfig)
     # A variant may know its heads by their numbers
     needed = "context=1" if config.devices > 1 and sharing.degree != 1 else ""
     if isinstance(config, TrainConfig) and config.memory.heads_at_once:
@@ -63,7 +62,7 @@ def check_attention(config: TrainConfig | EvalConfig, model: GPTConfig, device: 
             mask=shard,
             options=chosen.options,
             deterministic=isinstance(config, TrainConfig) and config.deterministic,
-            **model.largest_attention.required(trains),
+            **model.largest_attention.required(isinstance(config, TrainConfig)),
         )
 
 

@@ -147,9 +147,8 @@ class Parallel:
         rows = "shard" if strategy.shards_weights else "data"
         groups = {rows: self.ranks // layout.context, "context": layout.context}
         # Each dimension has process groups of its own, so one of a single rank is left out
-        names = tuple(name for name, size in groups.items() if size > 1)
-        sizes = tuple(groups[name] for name in names)
-        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        sizes = {name: size for name, size in groups.items() if size > 1}
+        mesh = init_device_mesh(self.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
         context = Context()
         if layout.context > 1:
             fetches_windows = attention.description.takes_intervals
@@ -255,9 +254,8 @@ class Parallel:
 
     def all_gather_objects(self, value: T) -> list[T]:
         """Return every rank's `value`, in order; rank 0's own is the first."""
-        every: list[Any] = [value]
+        every = [value] * self.ranks
         if self.ranks > 1:
-            every = [None] * self.ranks
             dist.all_gather_object(every, value)
         return every
 

@@ -133,12 +133,11 @@ def is_sharded(model: nn.Module) -> TypeGuard[FSDPModule]:
 @contextmanager
 def unsharded(model: GPT) -> Iterator[None]:
     """Gather the weights outside the blocks of `model`; a block gathers its own when called."""
-    groups = filter(is_sharded, (model, *model.children()))  # its own weights, those in fp32
-    if is_sharded(model):
+    if is_sharded(whole := model):
         # Else a block that is called first keeps its weights
-        model._get_fsdp_state()._lazy_init()
-        for module in groups:
-            module.unshard()
+        whole._get_fsdp_state()._lazy_init()
+        for group in filter(is_sharded, (model, *model.children())):  # its own, those in fp32
+            group.unshard()
     try:
         yield
     finally:
@@ -163,8 +162,12 @@ def trained_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[s
 def state_of_rank(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state_dict of `optimizer` with this rank's rows of each tensor of `saved`."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    state = {
-        number: {key: x if x.ndim == 0 else x[rows(weights[number])] for key, x in values.items()}
-        for number, values in saved["state"].items()
-    }
+    state = dict(saved["state"])
+    for number, values in state.items():
+        weight = weights[number]
+        parts = {key: x[rows(weight)] for key, x in values.items() if x.ndim}
+        # An optimizer that names its states keeps them as plain tensors, torch's as their weights
+        if isinstance(weight, DTensor) and not hasattr(optimizer, "state_names"):
+            parts = {key: like(weight, part) for key, part in parts.items()}
+        state[number] = values | parts
     return {**saved, "state": state}

@@ -75,6 +75,8 @@ def contents(
     for number, values in optimizer["state"].items():
         weight = weights[names[number]]
         for key, value in values.items():
+            # torch's optimizers shard their states as the weights
+            value = value.to_local() if hasattr(value, "to_local") else value
             if value.ndim:
                 if value.shape != weight.part.shape:  # a resume would refuse it
                     state = f"optimizer: {key} of {names[number]} has shape {[*value.shape]}; give"

@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from longctx import files, untrusted
+from longctx.config.fields import refuse
 from longctx.runs.metrics_file import without_infinite
 
 FOLDER = "eval"  # next to the checkpoints of a run, or in a Hugging Face folder
@@ -64,12 +65,10 @@ def read_evaluations(folder: Path) -> Evaluations:
     found: dict[str, list[Content]] = {"total": [], "kinds": [], "ruler": [], "results": []}
     for path in sorted((folder / FOLDER).glob("*.json")):
         with untrusted.opened(path):
-            content = untrusted.read_json(
-                path, SIZE, folder, parse_float=finite, parse_constant=finite
-            )
+            parse = dict.fromkeys(("parse_float", "parse_constant"), finite)
+            content = untrusted.read_json(path, SIZE, folder, **parse)
             kinds = [key for key in found if key in content]
-            if not kinds:
-                raise ValueError(f"{path}: not an evaluation; take it out")
+            refuse((not kinds, f"{path}: not an evaluation; take it out"))
             found[kinds[-1]].append(content | {"file": path.name})
     return Evaluations(*found.values())
 
@@ -77,8 +76,7 @@ def read_evaluations(folder: Path) -> Evaluations:
 def finite(text: str) -> float:
     """Return the number in `text`; raises ValueError unless it is finite."""
     value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text}: not a finite number")
+    refuse((not math.isfinite(value), f"{text}: not a finite number"))
     return value
 
 

@@ -13,9 +13,8 @@ from tests.processes import ROOT, free_ports
 from tests.training.sample_run import steps
 from tests.training.test_processes import SCRIPT, begin
 
-BLOCKS = re.findall(
-    r"^```sh\n(.*?)^```$", (ROOT / "docs" / "several-gpus.md").read_text(), re.MULTILINE | re.DOTALL
-)
+PAGE = (ROOT / "docs" / "several-gpus.md").read_text()
+BLOCKS = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 KEYS = "model=8b seq_len=262144 strategy=fsdp context=8"
 # Two nodes of one task each: what the script's srun starts
 SRUN = """#!/bin/bash

@@ -36,6 +36,12 @@ class Scaled(Mixer):
 
 register("scaled", Scaled)
 """
+SGD = """
+from torch.optim import SGD
+from longctx.training.optimizers import OptimizerTraits, register
+
+register("sgd", OptimizerTraits(lambda model, run: SGD(model.parameters(), run.lr, momentum=0.9)))
+"""
 MODELS = [
     {"norm_plus_one": True, "norms": "sandwich", "qk_norm": "head"},
     {"sinks": True, "experts": {"count": 6, "per_token": 2, "ffn": 16, "router": "sigmoid_bias"}},
@@ -61,16 +67,20 @@ def test_weights_in_fp32_stay_so_in_slices(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_of_slices_in_bf16_resumes_exactly(overrides, tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_run_of_slices_in_bf16_resumes_exactly(optimizer, overrides, tmp_path):
     keys = {"precision": "bf16", "model.layers": 2, "model.mixer": "[gdn,mla]", "accumulate": 1}
     keys |= {"model.norm_plus_one": True, "checkpoint_every": 2, "max_steps": 4, "devices": 2}
     keys |= {"keep_checkpoints": 5, "memory": "balanced"}
+    if optimizer == "sgd":
+        (tmp_path / "sgd.py").write_text(SGD)
+        keys |= {"optimizer": "sgd", "plugins": f"[{tmp_path / 'sgd.py'}]"}
     copies = overrides(name="copies", strategy="ddp", **keys | {"max_steps": 1})
     train_together(2, [copies, overrides(name="slices", strategy="fsdp", **keys)])
     runs = tmp_path / "runs"
     again = shutil.copytree(runs / "slices", runs / "again", symlinks=True)
     files.remove(run_folder.checkpoints(again)[-1])
-    train_together(2, [[f"resume={again}"]])
+    train_together(2, [[f"resume={again}", f"plugins={keys.get('plugins', [])}"]])
     # Weights are drawn in fp32; in 16 bits the first loss would be another
     assert losses(runs / "copies") == losses(runs / "slices")[:1]
     assert figures(again) == figures(runs / "slices")
