@@ -150,7 +150,13 @@ class StepParts:
         return loss.detach()
 
     def clip(self) -> None:
-        """Clip the gradients as the module does."""
+        """Clip the gradients as the module does; ValueError if DDP lacks that of a weight."""
+        weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+        absent = [n for n, p in enumerate(weights) if p.grad is None and p.requires_grad]
+        # DDP averages whole buckets: those of the other weights in them would be one rank's
+        if absent and self.parallel.strategy.buckets_gradients:
+            name = sharding.trained_names(self.module.model, self.optimizer)[absent[0]]
+            raise ValueError(f"strategy=ddp: {name} has no gradient; use it, or strategy=fsdp")
         self.module.configure_gradient_clipping(self.optimizer)
 
     def update(self) -> None:

@@ -120,8 +120,7 @@ class Meter:
         row: dict[str, Any] = {"tokens_seen": self.tokens_seen}
         if scored:
             row["loss"] = loss / scored
-        row |= means(self.names, figures)
-        row |= {
+        row |= means(self.names, figures) | {
             "grad_norm": float(grad_norm),  # the same on every rank
             "tokens_per_second": real / elapsed,
             "ms_per_step": 1000 * elapsed / self.steps,

@@ -103,6 +103,5 @@ def advice(run: Run, step: int) -> str:
     if not step:
         cause = f"init={init}" if init else f"model.init_std={run.workload.model.init_std}"
         remedy = f"the weights that the run begins with make it so ({cause})"
-    named = plugins.as_typed(run.config.plugins or [])
-    is_plain = named == plugins.as_typed([])
-    return remedy if is_plain else f"does `longctx check` find NaN in {named}? If not: {remedy}"
+    named = run.config.plugins and plugins.as_typed(run.config.plugins)
+    return f"does `longctx check` find NaN in {named}? If not: {remedy}" if named else remedy

@@ -9,13 +9,16 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
 
 import eval as evaluate
 import train
 from longctx.cli import main
+from longctx.config.layout_config import STRATEGIES
 from longctx.parallel.mesh import Parallel
 from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.training import life_cycle
+from longctx.training.module import StepParts
 from tests.processes import ROOT, finished, run_on, train_together
 from tests.training.sample_run import losses, steps
 
@@ -87,6 +90,15 @@ def test_loss_and_gradients_are_those_of_one_device(ranks, cases, seed, tmp_path
     for result in results.values():
         for name, difference in result["differences"].items():
             assert difference < result["limit"], (name, result)
+
+
+def test_a_weight_without_gradient_is_named_under_ddp():
+    """DDP would not average the gradients that share a bucket with its own."""
+    model, parallel = torch.nn.Linear(2, 3), SimpleNamespace(strategy=STRATEGIES["ddp"])
+    model.weight.grad = torch.ones(3, 2)
+    module, optimizer = SimpleNamespace(model=model), torch.optim.SGD(model.parameters(), 1.0)
+    with pytest.raises(ValueError, match="strategy=ddp: bias has no gradient"):
+        StepParts(module, module, optimizer, parallel).clip()
 
 
 def test_documents_must_be_equal_on_all_ranks(two_steps, monkeypatch, refused):

@@ -33,9 +33,7 @@ class SimpoKeys(ObjectiveConfig):
     """The keys of SimPO."""
 
     beta: float = key(2.0, "how steep rewards are", above=0)
-    gamma: float = key(
-        1.0, "margin that a reward of the chosen answer should have", between=(0, 99)
-    )
+    gamma: float = key(1.0, "margin that rewards of a pair should have", between=(0, 99))
 
 
 @dataclass
