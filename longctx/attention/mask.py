@@ -102,8 +102,7 @@ class Mask:
         differ = first.shape != last.shape or first.ndim != 2
         refuse((differ, f"first and last must both be (B, Tq), got {shapes}"))
         for name, x in zip(names, (first, last), strict=True):
-            decrease = bool((x[:, 1:] < x[:, :-1]).any())
-            refuse((decrease, f"{name} must not decrease along a row"))
+            refuse(((x[:, 1:] < x[:, :-1]).any(), f"{name} must not decrease along a row"))
         first, last = (x.long().clamp(-1, INT32_MAX).int().contiguous() for x in (first, last))
         return Mask("intervals", first=first, last=last)
 

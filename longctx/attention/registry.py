@@ -15,8 +15,8 @@ import pkgutil
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +41,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 PLAIN = Scores()
 Output = tuple[Tensor, Tensor, str]  # of `Backend.run`
 Mod = Callable[..., Tensor]  # FlexAttention's score_mod or mask_mod
+# What a plugin should know if it fails
+GIVEN = "it gets tensors: write torch.where for if, and &, | and ~ for and, or and not"
+RETURNS = "run returns out (B, Tq, Hq, D), lse (B, Hq, Tq) and the name of the kernel"
 
 
 class AttentionRequest(NamedTuple):
@@ -220,7 +223,7 @@ def check(
     of_tensors = torch.device(device), dtype, head_dim
     request = AttentionRequest(*of_tensors, mask, options or {}, deterministic, scores)
     chosen = _lookup(backend, request.options)
-    _refuse(backend, chosen, request)
+    _refuse(backend, scores, request)
     if request.device.type == "cuda":
         warn_of_triton()
     if chosen.exact and (chosen.source() or "score" in request.options):
@@ -231,8 +234,7 @@ def _check_formula(name: str, backend: Backend, request: AttentionRequest, group
     """Raise ValueError if a backend from elsewhere differs from naive on small packed documents."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 37, heads, request.head_dim) for heads in (2 * group, 2, 2)]
-    of_device = request.device, request.dtype
-    qkv: Any = [torch.randn(shape, generator=generator).to(*of_device) for shape in shapes]
+    qkv: Any = [torch.randn(x, generator=generator).to(*request[:2]) for x in shapes]
     numbers = [[0] * 17 + [1] * 5 + [2] * 15, [0] * 9 + [1] * 28]
     scores = Scores(softcap=2.0 if "softcap" in request.scores else None)
     attend: Any = Attention(name, request.options)
@@ -241,10 +243,11 @@ def _check_formula(name: str, backend: Backend, request: AttentionRequest, group
         mask = Mask.documents(torch.tensor(numbers), window)
         if window is not None and backend.refusal(request._replace(mask=mask)):
             continue
+        _refuse(name, request.scores, request._replace(mask=mask))
         # First, since a compiled backend hides the line of a mistake
         exact = _by_formula(score, *(x.float() for x in qkv), mask, scores)
-        out = attend(*qkv, mask, scores).float()
-        error = float((out - exact).norm() / exact.norm())
+        with _named(f"attention={name}", backend.source() or SCORES[score][-1], RETURNS):
+            error = float((attend(*qkv, mask, scores).float() - exact).norm() / exact.norm())
         differs = not error <= max(1e-4, 4 * torch.finfo(request.dtype).eps)
         claim = f"attention={name} says that it is exact, and is {error:.1%} off attention=naive"
         refuse((differs, f"{claim}; mend it, or write exact = False in its class"))
@@ -253,14 +256,8 @@ def _check_formula(name: str, backend: Backend, request: AttentionRequest, group
 def _by_formula(score: str, *inputs: Any) -> Tensor:
     """Return what naive computes with the functions of `score`; ValueError names a mistake."""
     file, name = SCORES[score][-1], f"attention.options.score={score}"
-    try:
+    with _named(name, file, GIVEN):
         exact, again = (Attention("naive", {"score": score})(*inputs) for _ in range(2))
-    except Exception as error:  # of a plugin
-        frames = [x for x in extract_tb(error.__traceback__) if x.filename == file]
-        lines = [f", line {x.lineno}, in {x.name}" for x in frames]
-        problem = f"{name}: {file}{''.join(lines[-1:])}: {type(error).__name__}: {error}"
-        remedy = "it gets tensors: write torch.where for if, and &, | and ~ for and, or and not"
-        raise ValueError(f"{problem}; {remedy}") from error
     wrong = {
         "the optimizer has no numbers of it; a mixer may have such weights": exact.requires_grad,
         f"{file}: outputs are NaN; let it be finite for all positions": not exact.isfinite().all(),
@@ -269,6 +266,18 @@ def _by_formula(score: str, *inputs: Any) -> Tensor:
     }
     refuse(*((found, f"{name}: {problem}") for problem, found in wrong.items()))
     return exact
+
+
+@contextmanager
+def _named(setting: str, file: Path | str | None, remedy: str) -> Iterator[None]:
+    """Raise an error of a plugin's `file` as ValueError, one line with its place."""
+    try:
+        yield
+    except Exception as error:
+        frames = [x for x in extract_tb(error.__traceback__) if x.filename == str(file)]
+        lines = [f", line {x.lineno}, in {x.name}" for x in frames]
+        problem = f"{setting}: {file}{''.join(lines[-1:])}: {type(error).__name__}: {error}"
+        raise ValueError(f"{problem}; {remedy}") from error
 
 
 def kernels_run() -> dict[str, str]:
@@ -318,7 +327,7 @@ class Attention:
         # sinks scale out by a function of the lse: training needs its gradient
         trains = sinks is not None and not fuses and torch.is_grad_enabled()
         if trains and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
-            _refuse_parts(self.name, frozenset({"sinks"}))
+            _refuse(self.name, frozenset({"sinks"}))
         # a custom operator is not cast by autocast itself
         autocast = torch.is_autocast_enabled(q.device.type)
         if autocast:
@@ -353,7 +362,7 @@ class Attention:
 
         Raises ValueError if the backend takes none, or has others already.
         """
-        _refuse_parts(self.name, frozenset({"score"}))
+        _refuse(self.name, frozenset({"score"}))
         other = f"attention.options.score={self.options.get('score', 'none')}"
         refuse((not other.endswith("=none"), f"{other}: a mixer has its own; leave it out"))
         scored = copy(self)
@@ -423,7 +432,7 @@ class Attention:
         is_compiling = torch.compiler.is_compiling()  # compiled code asks again at each trace
         if is_compiling or properties not in self._served:
             request = AttentionRequest(*of_tensors, mask, self.options, deterministic, scores.parts)
-            _refuse(self.name, self.backend, request)
+            _refuse(self.name, scores.parts, request)
             if not is_compiling:
                 self._served.add(properties)
 
@@ -542,15 +551,9 @@ def _lookup(backend: str, options: Mapping[str, Any]) -> Backend:
     return _backends[backend]
 
 
-def _refuse(name: str, backend: Backend, request: AttentionRequest) -> None:
-    _refuse_parts(name, request.scores)
-    reason = backend.refusal(request)
+def _refuse(name: str, parts: frozenset[str], request: AttentionRequest | None = None) -> None:
+    reason = DESCRIPTIONS[name].lacks(parts) or (request and _backends[name].refusal(request))
     refuse((reason, f"attention={name} cannot run here: {reason}"))
-
-
-def _refuse_parts(backend: str, parts: frozenset[str]) -> None:
-    reason = DESCRIPTIONS[backend].lacks(parts)
-    refuse((reason, f"attention={backend} cannot run here: {reason}"))
 
 
 def _record(backend: str, kernel: str) -> None:

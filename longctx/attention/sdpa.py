@@ -45,9 +45,8 @@ class Sdpa(Backend):
         scale = scores.scale
         if not q.is_cuda:
             # document lengths are data: the compiler would compile each of them
-            on_cpu = _attend_on_cpu
-            if torch.compiler.is_compiling():
-                on_cpu = torch.compiler.disable(_attend_on_cpu)
+            is_compiling = torch.compiler.is_compiling()
+            on_cpu = torch.compiler.disable(_attend_on_cpu) if is_compiling else _attend_on_cpu
             return *on_cpu(q, k, v, mask, scale), "torch CPU flash"
         deterministic = torch.are_deterministic_algorithms_enabled()
         request = AttentionRequest(q.device, q.dtype, q.shape[3], mask, deterministic=deterministic)
@@ -115,10 +114,8 @@ def _not_cudnn(request: AttentionRequest) -> str | None:
 
 def _largest_head_of_cudnn(device: torch.device) -> int:
     """Return the largest head size, as torch has it (pytorch#161210); 0 if this GPU has none."""
-    if torch.version.hip is not None:
-        return 0
     capability = torch.cuda.get_device_capability(device)
-    if capability[0] < 9:
+    if torch.version.hip is not None or capability[0] < 9:
         return 0
     return 256 if capability == (9, 0) and (torch.backends.cudnn.version() or 0) >= 91000 else 128
 

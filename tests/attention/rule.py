@@ -43,9 +43,8 @@ class Case:
             return Mask.intervals(first, first + self.Tk // 8)
         g = torch.Generator().manual_seed(self.Tq)
         if self.mask == "documents":
-            return Mask.documents(
-                torch.randint(0, 5, (self.B, self.Tq), generator=g).sort(1).values, self.window
-            )
+            ids = torch.randint(0, 5, (self.B, self.Tq), generator=g).sort(1).values
+            return Mask.documents(ids, self.window)
         first = torch.randint(0, self.Tk + 1, (self.B, self.Tq), generator=g).sort(1).values
         # -1 and 0: sees nothing
         length = torch.randint(-1, self.Tk // 2 + 2, (self.B, self.Tq), generator=g)
@@ -69,10 +68,8 @@ if ON_GPU:
     GRID += [Case(2, 799, 799, Hq=4, Hkv=2, mask="documents"), Case(1, 1023, 1023, window=100)]
 FREE = [Case(2, 39, 47, mask="intervals"), Case(1, 129, 65, Hq=4, Hkv=2, mask="intervals")]
 FREE = FREE if ON_GPU else FREE[:1]
-HEAD_SIZES = [
-    Case(1, 33 * SIZE, 33 * SIZE, HEADS, HEADS, D=D)
-    for D in (16, 24, 64, 80, 96, 128, 192, 256, 512)
-]
+SIZES = (16, 24, 64, 80, 96, 128, 192, 256, 512)
+HEAD_SIZES = [Case(1, 33 * SIZE, 33 * SIZE, HEADS, HEADS, D=D) for D in SIZES]
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 

@@ -14,10 +14,8 @@ from longctx.attention.registry import AttentionRequest
 from tests.attention.rule import FREE, GRID, ON_GPU, Case, check, inputs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-needs_flash_attn = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not INSTALLED, reason="needs FlashAttention"),
-]
+lacks_it = pytest.mark.skipif(not INSTALLED, reason="needs FlashAttention")
+needs_flash_attn = [pytest.mark.gpu, lacks_it]
 
 
 RULE = [

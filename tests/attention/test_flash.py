@@ -141,9 +141,8 @@ def test_gradient_of_the_lse(implementation):
     for backend, dtype in (("naive", torch.float64), ("flash", torch.float32)):
         q, k, v = (x.to(dtype).requires_grad_() for x in tensors[:3])
         out, lse = attention(q, k, v, mask=case.build_mask(), backend=backend, return_lse=True)
-        grads.append(
-            torch.autograd.grad((out * tensors[3]).sum() + (lse * weight).sum(), (q, k, v))
-        )
+        loss = (out * tensors[3]).sum() + (lse * weight).sum()
+        grads.append(torch.autograd.grad(loss, (q, k, v)))
     torch.testing.assert_close([x.float() for x in grads[0]], grads[1], atol=1e-4, rtol=1e-4)
     q, k, v = (x.requires_grad_() for x in tensors[:3])
     only = attention(q, k, v, return_lse=True)[1]
@@ -186,9 +185,8 @@ def test_other_derivatives_are_refused(implementation):
 def test_one_graph_under_compile(implementation):
     q, k, v, do = inputs(Case(1, 64, 64), torch.float32)
     mask = Mask.documents(torch.arange(64)[None] // 20).bind(1, 64, 64, DEVICE)
-    compiled = torch.compile(
-        attention, backend="inductor" if ON_GPU else "aot_eager", fullgraph=True
-    )
+    compiler = "inductor" if ON_GPU else "aot_eager"
+    compiled = torch.compile(attention, backend=compiler, fullgraph=True)
     q.requires_grad_()
     bias = torch.arange(64.0, device=DEVICE).expand(1, 2, -1).clone().requires_grad_()
     for changed in ({}, {"key_bias": bias}):

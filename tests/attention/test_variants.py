@@ -220,13 +220,22 @@ def test_steps_are_the_whole_forward(backend, mixer):
     assert differs != is_formula
 
 
-def test_a_backend_that_only_says_it_is_exact_is_refused():
+def test_a_backend_that_only_says_it_is_exact_is_refused(monkeypatch):
     sizes = {"device": "cpu", "dtype": torch.float32, "head_dim": 16, "group": 3}
     for honest in ("true", "dilated", "flash"):
         check(honest, **sizes)
     for name in ("liar", "shortsighted"):
         with pytest.raises(ValueError, match=f"attention={name} says that it is exact"):
             check(name, **sizes)
+    for run, message in (
+        (lambda *_: (0, 0), ": ValueError: not enough values to unpack"),
+        (lambda *_: None, ": TypeError: cannot unpack"),
+        (lambda _, q, *__: (q[:, 1:], q, ""), ": RuntimeError: The size of tensor"),
+        (lambda *_: [][0], r", line \d+, in <lambda>: IndexError"),
+    ):
+        monkeypatch.setattr(Liar, "run", run)
+        with pytest.raises(ValueError, match=rf"^attention=liar: .*\.py{message}.*; run returns"):
+            check("liar", **sizes)
     for name, function, message in (
         ("learned", lambda x, *_: x * torch.ones(1, requires_grad=True), "has no numbers of it"),
         ("branches", branches, r"test_variants\.py, line \d+, in branches: .* torch\.where"),
