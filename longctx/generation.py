@@ -245,8 +245,7 @@ def begun(
             assert tokenizer.folder is not None, "a chat needs a tokenizer of longctx.load"
             template = template or Template(tokenizer.folder, today=datetime.now())
             question, before = template.prompt(origin, row)
-            ids = tokenizer.encode_question(question)
-            texts.append(Completion(tokenizer, ids, chat, before))
+            texts.append(Completion(tokenizer, tokenizer.encode_question(question), chat, before))
         elif isinstance(text, str):
             texts.append(Completion(tokenizer, tokenizer.encode_prompt(text), text, text))
         else:

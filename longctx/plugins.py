@@ -19,6 +19,7 @@ from typing import Any
 from longctx import untrusted
 from longctx.attention.description import DESCRIPTIONS, SCORES, AttentionConfig
 from longctx.config.fields import refuse
+from longctx.model.mixers.description import PLUGINS
 from longctx.runs import run_folder
 
 HASH = "@sha256:"  # between the path of a recorded plugin and its hash
@@ -45,6 +46,7 @@ def _load(argument: str, expected: str) -> str:
     if name not in sys.modules:
         module = sys.modules[name] = ModuleType(name)
         module.__file__ = str(path)
+        PLUGINS.add(str(path))
         try:
             exec(compile(source, path, "exec", dont_inherit=True), vars(module))
         except (Exception, SystemExit) as error:
@@ -57,11 +59,11 @@ def _load(argument: str, expected: str) -> str:
     return f"{path}{HASH}{digest}"
 
 
-def check_named(recorded: Any, given: Sequence[str] | None, source: Path) -> None:
+def check_named(recorded: Any, given: Sequence[str] | None, source: Path) -> str:
     """Raise ValueError if the file or run `source` names plugins and the command line has no
     plugins=. `given` are those of the command line, as `load` returns them.
 
-    Warn if one has changed since it was recorded.
+    Warn if one has changed since it was recorded. Return a text for a mistake {} in its keys.
     """
     recorded = recorded if isinstance(recorded, list) else [recorded] if recorded else []
     problem = f"{source}: names plugins, which run only if you name them too: add"
@@ -72,6 +74,7 @@ def check_named(recorded: Any, given: Sequence[str] | None, source: Path) -> Non
     for path, _, digest in (entry.partition(HASH) for entry in given or ()):
         if Path(path).name in known.values() and digest not in known:
             print(f"warning: plugins={path}: changed since {source} recorded it", file=sys.stderr)
+    return f"{{}}; if a plugin has that, add {as_typed(recorded)}" if recorded else "{}"
 
 
 def as_typed(recorded: Sequence[Any]) -> str:

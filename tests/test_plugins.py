@@ -177,6 +177,8 @@ def test_a_plugin_has_keys_of_its_own(here, refused, capsys):
     finally:
         OPTIMIZERS.remove("saw")
     assert "optimizer.teeth" not in cli.commands.help_text(["train"])
+    (here / "saw.yaml").write_text("{plugins: [new.py], optimizer.teeth: 3}")
+    refused(cli.main(["train", "saw.yaml", "plugins=[]"]), "if a plugin has that, add 'plugins=[n")
 
 
 def test_a_plugin_that_changes_under_a_start_is_refused(here):

@@ -68,9 +68,7 @@ def _run(argv: list[str]) -> int | None:
     own = [argument for argument in arguments if argument not in ("-m", "--multirun")]
     if name == "train" and own != arguments:
         jobs = checked_jobs(own)
-        from longctx.training.sweep import sweep
-
-        return sweep(jobs)
+        return int(resolve_name("longctx.training.sweep:sweep")(jobs))
     schema, run, trains = COMMANDS[name]
     if not trains:
         return run(compose(schema, arguments))
@@ -84,7 +82,7 @@ def answer(
     """Call `run(argv)` and return the exit code: its own (None: 0), 0 for help, 2 for a mistake,
     files.FULL_DISK, or 128 + a signal's number: 130 for Ctrl-C, 141 if nobody reads stdout.
 
-    A mistake is a ValueError, an OSError, or an error in a plugin's mixer: one line on stderr.
+    A mistake is a ValueError, an OSError, or an error in a plugin: one line on stderr.
     LONGCTX_TRACEBACK=1 adds its traceback.
     """
     files.open_closed_streams()

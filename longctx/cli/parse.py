@@ -80,11 +80,11 @@ def filled(schema: type, values: Mapping[str, Any], given: Mapping[str, Any]) ->
 def from_file(path: Path, given: Mapping[str, Any]) -> Request[TrainConfig]:
     """Return the configuration that a run saved at `path`, with the `given` keys."""
     values = run_folder.read_keys(path)
-    plugins.check_named(values.pop("plugins", None), given.get("plugins"), path)
-    with untrusted.named(path):
+    mistakes = plugins.check_named(values.pop("plugins", None), given.get("plugins"), path)
+    with untrusted.named(path, mistakes):
         filled(TrainConfig, values, {})
-    dropped, known = replaced(given, values), keys(TrainConfig)
-    values |= {name: {} if known[name].is_group else None for name in dropped}
+    known = keys(TrainConfig)
+    values |= {name: {} if known[name].is_group else None for name in replaced(given, values)}
     assign(values, given)
     return filled(TrainConfig, values, given)
 
@@ -272,8 +272,8 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
     ValueError for a key that the file has in two spellings, as memory and memory.policy.
     """
     values = run_folder.read_keys(path)
-    plugins.check_named(values.pop("plugins", None), given.get("plugins"), path)
-    with untrusted.named(path):
+    mistakes = plugins.check_named(values.pop("plugins", None), given.get("plugins"), path)
+    with untrusted.named(path, mistakes):
         values = differing(schema, as_new_run(values) if path.name == "config.yaml" else values)
         full_names = full_keys(schema, values)
     result, spelled = dict[str, Any](), dict[str, str]()

@@ -112,8 +112,7 @@ class _Product(torch.autograd.Function):
                 known = x_scale if ctx.has_scales else None
                 _, x, x_scale = quantized(act, VALUES, rows=False, scale=known)
         if needs_dweight:
-            dtype = ctx.dtypes[0]
-            dweight = product((dy8.columns, dy8.scale), (x, x_scale), dtype, FAST_BACKWARD)
+            dweight = product((dy8.columns, dy8.scale), (x, x_scale), ctx.dtypes[0], FAST_BACKWARD)
         dbias = dy.sum(0, dtype=ctx.dtypes[1]) if needs_dbias else None
         return dx, dweight, dbias, None, None, None
 

@@ -133,7 +133,6 @@ class MergedRows:
         lora_a, rank = self.a[:], self.b.shape[1]
         # Stacked weights of experts: each has its rows of W and B, and of A
         each = self.shape[0] * rank // len(lora_a)
-        ends = [*range((at.start // each + 1) * each, at.stop, each), at.stop]
-        parts = pairwise([at.start, *ends])
+        parts = pairwise([at.start, *range((at.start // each + 1) * each, at.stop, each), at.stop])
         added = [self.b[start:end] @ lora_a[start // each * rank :][:rank] for start, end in parts]
         return rows.float() + self.factor * torch.cat(added)

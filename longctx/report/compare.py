@@ -228,13 +228,12 @@ def headings(view: Shown) -> dict[str, str]:
 
 def described(run: RunRecord) -> dict[str, Any]:
     """Return the data that the page draws of a run."""
+    drawn = {key: run.figures.get(key) for key in headings(Shown.CONTEXT)}
     return {
         "label": str(run.folder),
         "backend": "+".join(filter(None, map(run.config.get, BACKENDS))),
         "seq_len": run.config["seq_len"],
-        "figures": {
-            key: x for key in headings(Shown.CONTEXT) if finite([x := run.figures.get(key)])
-        },
+        "figures": {key: x for key, x in drawn.items() if finite([x])},
         "curves": run.curves,
         "positions": run.positions or evaluated(run, "by_position", "first"),
         "contexts": evaluated(run, "by_context", "context"),

@@ -65,9 +65,8 @@ def test_frozen_weights_may_be_16_bits_wide():
     model = GPT(GPTConfig(**SIZES))
     model.cast(torch.bfloat16)
     lora.add(model, LoraConfig(rank=2))
-    dtypes = {
-        name.split(".")[-1]: p.dtype for name, p in model.named_parameters() if "norm" not in name
-    }
+    named = [(x.split(".")[-1], p) for x, p in model.named_parameters() if "norm" not in x]
+    dtypes = {name: p.dtype for name, p in named}
     assert dtypes == {"weight": torch.bfloat16, "lora_a": torch.float32, "lora_b": torch.float32}
     assert model.norm.weight.dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):

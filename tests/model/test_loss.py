@@ -33,9 +33,8 @@ def inputs(
 
 
 def reference(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    return F.cross_entropy(
-        (hidden @ weight.t()).flatten(0, -2), targets.flatten(), reduction=reduction
-    )
+    logits = (hidden @ weight.t()).flatten(0, -2)
+    return F.cross_entropy(logits, targets.flatten(), reduction=reduction)
 
 
 class Way(NamedTuple):

@@ -17,14 +17,14 @@ from longctx import plugins
 from longctx.attention import Mask
 from longctx.attention.description import AttentionConfig
 from longctx.config.asked import divisions, workload_of
-from longctx.config.fields import build
+from longctx.config.fields import build, refuse
 from longctx.config.layout_config import ContextConfig, MemoryConfig
 from longctx.config.train_config import TrainConfig
 from longctx.hf.families import write_config
 from longctx.model import GPT
 from longctx.model.decoder import Decoder
-from longctx.model.mixer import Batch
-from longctx.model.mixers.description import MIXERS, Cost, MixerSpec, mistake
+from longctx.model.mixer import Batch, Mixer
+from longctx.model.mixers.description import MIXERS, Cost, MixerSpec, mistake, register
 from longctx.parallel.devices import check_attention
 from longctx.planner import block_memory, step_time
 from longctx.spec import hardware
@@ -149,9 +149,11 @@ def test_what_a_mixer_lacks_is_refused(monkeypatch):
 @pytest.mark.parametrize("memory", ["fast", "balanced"])
 def test_a_wrong_shape_or_name_is_one_error_that_names_the_file(memory, monkeypatch):
     ids, mixer = packed()[0], MIXERS["short"]
-    exec(compile("def late(*_): raise ValueError('x')", getfile(mixer), "exec"), of_file := {})
+    code = "def late(*_): raise ValueError('x')\ndef asks(): refuse((True, 'x'))"
+    exec(compile(code, getfile(mixer), "exec"), of_file := {"refuse": refuse})
     (x := torch.ones(1, requires_grad=True)).register_hook(of_file["late"])
-    for call, told in ((of_file["late"], False), (x.sum().backward, True)):  # a request's first
+    late, asks, backward = of_file["late"], of_file["asks"], x.sum().backward
+    for call, told in ((late, True), (backward, True), (asks, False)):
         with pytest.raises(ValueError, match="x") as raised:
             call()
         assert ("my_mixer.py: line 1: late: V" in str(mistake(raised.value))) == told
@@ -163,6 +165,8 @@ def test_a_wrong_shape_or_name_is_one_error_that_names_the_file(memory, monkeypa
         unsaved.setattr(mixer, "add_module", lambda x, *_: setattr(x, "kept", [torch.ones(1)]))
         with pytest.raises(ValueError, match=r"r\.py: inputs.weight, kept, .*: name each once in"):
             small("short")
+    with pytest.raises(ValueError, match="mixer=half: step has no state"):
+        register("half", type("Half", (Mixer,), {"step": late}))
     monkeypatch.setattr(mixer, "weights", lambda spec: {"forward": (4, spec.size)})
     with pytest.raises(ValueError, match=r"my_mixer\.py: weights: .*'forward'.*; rename the"):
         small("short")

@@ -26,6 +26,7 @@ SOFTMAX = "softmax"  # attention by the backend that attention= names
 OF_SOFTMAX = ("window", "sinks", "softcap", "attention_scale", "attention_gate", "qkv_bias")
 MODEL = str(Path(__file__).parents[1])  # where mixers are called, besides autograd
 FILES = {module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])}
+PLUGINS: set[str] = set()  # the files that plugins= names
 # Name → class, None until its file is imported
 MIXERS: dict[str, Any] = dict.fromkeys((SOFTMAX, *sorted(FILES - {Path(__file__).stem})))
 
@@ -48,10 +49,12 @@ def register(name: str, mixer: Any) -> None:
     taken = MIXERS.get(name) or (name in MIXERS and mixer.__module__ != f"{__package__}.{name}")
     not_one = f"model.mixer={name}: give a class that derives from Mixer"
     again = f"model.mixer={name} is already registered; choose another name"
-    needs = getattr(mixer, "needs", ())
-    unknown = f"model.mixer={name}: needs={needs}: give a set of key_bias, score or both"
     refuse((not hasattr(mixer, "branch"), not_one), (taken, again))
-    refuse(({*needs} - {"key_bias", "score"}, unknown))
+    unknown = f"model.mixer={name}: needs={mixer.needs}: give a set of key_bias, score or both"
+    own = {x for x in ("step", "prefill") if getattr(mixer, x).__module__ != "longctx.model.mixer"}
+    no_state = f"model.mixer={name}: step has no state: write prefill, or cached = slice(1, 3)"
+    refuse(({*mixer.needs} - {"key_bias", "score"}, unknown))
+    refuse((own == {"step"} and mixer.cached is None, no_state))
     MIXERS[name] = mixer
 
 
@@ -63,14 +66,15 @@ def class_of(name: str) -> Any:
 
 
 def mistake(error: BaseException) -> ValueError | None:
-    """Return an error in a plugin that has a mixer as one line, with its place; None for others."""
-    own = {getfile(x) for name, x in MIXERS.items() if x and name not in FILES}
-    calls = [(x.f_code, line) for x, line in walk_tb(error.__traceback__)]
+    """Return an error in a plugin as one line, with its place; None for others."""
+    own = PLUGINS | {getfile(x) for name, x in MIXERS.items() if x and name not in FILES}
+    calls, called = [(x.f_code, line) for x, line in walk_tb(error.__traceback__)], ""
     while calls and calls[-1][0].co_filename not in own:
-        calls.pop()
+        called += calls.pop()[0].co_filename
     is_of_mixer = any(place in x.co_filename for x, _ in calls for place in (MODEL, "/autograd/"))
-    # A ValueError of a data source in the same file is about the request
-    if not calls or (isinstance(error, ValueError | OSError) and not is_of_mixer):
+    # If a plugin calls this package, its ValueError is about the request
+    is_ours = isinstance(error, ValueError | OSError) and str(Path(MODEL).parent) in called
+    if not calls or (is_ours and not is_of_mixer):
         return None
     code, line = calls[-1]
     problem = f"{code.co_name}: {type(error).__name__}: {' '.join(str(error).split())}"
