@@ -29,6 +29,7 @@ def append(file: TextIO, record: Record) -> None:
 
 def without_infinite(value: Any) -> Any:
     """Return `value`, made of dicts and lists, with None for every number that is not finite."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # of torch or numpy
     if isinstance(value, dict):
         return {key: without_infinite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

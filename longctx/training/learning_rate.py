@@ -49,7 +49,7 @@ class Schedule(NamedTuple):
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         # The shapes end at the last step; a stock Trainer may ask for one more
-        return self.lr * SCHEDULES[self.name].share(min(step, self.max_steps - 1), self)
+        return self.lr * float(SCHEDULES[self.name].share(min(step, self.max_steps - 1), self))
 
     def stable_steps(self) -> int:
         """Return the steps before the rate falls below its peak; all of them if it never falls."""

@@ -97,7 +97,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stops: Stops, saver: Saver) 
         if not len(data.val):
             return
         row: dict[str, Any] = {"step": step, "tokens_seen": meter.tokens_seen}
-        row |= validate(state.module, data, run, parallel)
+        row |= {key: float(x) for key, x in validate(state.module, data, run, parallel).items()}
         callbacks.each("validated", step, row)
         log.record(row)
         require_finite("validation loss", row.get("val_loss", 0.0), step, run)

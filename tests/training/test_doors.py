@@ -27,6 +27,10 @@ def tripled(model: GPT, batch: MicroBatch, keys: Any) -> torch.Tensor:
     return 3 * objectives.cross_entropy(model, batch, keys)
 
 
+def validated(loss: float) -> dict[str, Any]:
+    return {"val_loss": torch.tensor(loss)}
+
+
 def momentum(model: torch.nn.Module, run: Run) -> torch.optim.Optimizer:
     first, *others = model.parameters()  # the first at half the rate
     groups = [{"params": [first], "lr": run.lr / 2}, {"params": others}]
@@ -43,7 +47,7 @@ class Counts(callbacks.Callback):
         self.calls += 1
 
     def logged(self, row: dict[str, Any]) -> None:
-        row["calls"] = self.calls
+        row["calls"], row["share"] = self.calls, torch.tensor(float("nan"))
 
     def state(self) -> dict[str, Any]:
         return {"calls": self.calls}
@@ -56,8 +60,8 @@ class Counts(callbacks.Callback):
 def own() -> Iterator[dict[str, object]]:
     """The keys that choose this file's own parts, known for one test."""
     plain = OBJECTIVES["cross_entropy"]
-    objectives.register("tripled", plain._replace(loss=tripled, metrics=lambda x: {"val_loss": x}))
-    halved = learning_rate.ScheduleTraits(lambda step, schedule: 0.5)
+    objectives.register("tripled", plain._replace(loss=tripled, metrics=validated))
+    halved = learning_rate.ScheduleTraits(lambda step, schedule: torch.tensor(0.5))
     learning_rate.register("halved", halved)
     optimizers.register("momentum", OptimizerTraits(momentum, matrix_bytes=4, other_bytes=4))
     callbacks.register("counts", Counts)
@@ -74,7 +78,7 @@ def test_registered_parts_train_and_resume(own, trained):
     check_resumes_exactly(folder)
 
     rows = steps(folder)
-    assert [row["calls"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert [(row["calls"], row["share"]) for row in rows] == [(n, None) for n in range(6)]
     assert [row["lr"] for row in rows] == [0.01, *[0.005] * 5]
     (optimizer,) = newest(folder)["optimizer_states"]
     assert optimizer["state"][0].keys() == {"momentum_buffer"}
