@@ -342,7 +342,7 @@ def check(name: str) -> int:
     trials = [Trial(x, compiled if "score" in parts else "flash", device) for x, parts in mixers]
     trials += [Trial(SOFTMAX, backend, device) for backend in DESCRIPTIONS if backend in names]
     trials += [Trial(SOFTMAX, compiled, device, score) for score in SCORES if score in names]
-    remedy = "end a file with register(NAME, ...) or register_score(NAME, ...)"
+    remedy = "give a file that ends with register(NAME, ...) or register_score(NAME, ...)"
     refuse((not trials, f"{name}: no mixer, score function or attention backend; {remedy}"))
     # A process that has used a GPU cannot fork
     forked, failed = [outcome(trial, devices) for trial in trials], 0

@@ -197,7 +197,7 @@ NOT_UTF8 = pyarrow.Array.from_buffers(pyarrow.string(), 2, BUFFERS)
         ("a.jsonl", jsonl(["x"]) + b"{broken\n", "a.jsonl:2: .*JSON"),
         ("a.jsonl", b"[1]\n", "a.jsonl:1: .*list"),
         ("a.jsonl", jsonl(["x"], "body"), "a.jsonl:1: .*'text' .*id, body.*data.text_column"),
-        ("a.jsonl", b'{"chosen": "a", "rejected": "b"}\n', "a.jsonl:1: .*objective=dpo"),
+        ("a.jsonl", b'{"chosen": "a", "rejected": "b"}\n', "a.jsonl:1: .*`train objective=dpo"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl:1: .*JSON"),
         ("a.txt.gz", gzip.compress(b"hello" * 99, mtime=0)[:-9], "complete"),
         ("a.txt.zst", b"never compressed", "complete"),

@@ -145,6 +145,8 @@ def test_score_functions_of_a_file_are_checked(tmp_path, capsys):
     assert lines[:: len(check.CHECKS) + 1] == ["alibi", "first_and_last", "x"]
     assert sum(line.startswith("ok") for line in lines) == 3 * (len(check.CHECKS) - 4)
     assert [line[:24] for line in lines if "no numbers" in line] == ["FAILED  kernel = naive  "]
+    with pytest.raises(ValueError, match=r"alibi: no mixer.*; give a file that ends with"):
+        check.check("alibi")
     assert check.difference([torch.tensor([1.0, torch.nan])], [torch.ones(2)]) == torch.inf
     assert check.outcome(check.Trial("softmax", "flash", "cpu"), check.decoding)[0] == "ok"
 

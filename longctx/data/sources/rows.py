@@ -54,7 +54,7 @@ def text_in(row: Row, location: str, config: DataConfig) -> str:
     """Return the text of a row, "" for null: such a document is left out and counted."""
     column = config.text_column
     found = f"found {', '.join(f'{name:.40}' for name in list(row)[:8])}"
-    advice = "set data.text_column; data.chat=true reads conversations, objective=dpo answers"
+    advice = "set data.text_column; data.chat=true reads conversations, `train objective=dpo` pairs"
     refuse((column not in row, f"{location}: no field '{column}' ({found}); {advice}"))
     text = row[column]
     problem = f"{location}: '{column}' is {type(text).__name__}, expected a string"
