@@ -53,9 +53,8 @@ def test_parameters_and_flops_are_those_of_the_module(changes):
     tokens = torch.randint(61, (B, T))
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens, Mask.full()).backward()
-    assert counter.get_total_flops() == B * T * config.flops_per_token(
-        Mask.full().pairs(B, T, T) / (B * T)
-    )
+    pairs = Mask.full().pairs(B, T, T) / (B * T)
+    assert counter.get_total_flops() == B * T * config.flops_per_token(pairs)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(tokens, tokens, Mask.full())
     assert counter.get_total_flops() == B * T * config.flops_per_token(T) / 3

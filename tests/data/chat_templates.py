@@ -13,9 +13,8 @@ import tokenizers
 from longctx.data.tokenizer import train
 
 OWN = Path(__file__).with_name("templates")
-CHATML, INST, NEMO, SPACE = (
-    (OWN / f"{name}.jinja").read_text() for name in ("chatml", "inst", "nemo", "space")
-)
+FILES = (OWN / f"{name}.jinja" for name in ("chatml", "inst", "nemo", "space"))
+CHATML, INST, NEMO, SPACE = (file.read_text() for file in FILES)
 
 
 def shipped(name: str) -> str:
@@ -23,9 +22,8 @@ def shipped(name: str) -> str:
     trl = find_spec("trl")
     if trl is None or trl.origin is None:
         pytest.skip("trl is not installed")
-    files = (
-        folder / f"{name}.jinja" for folder in (OWN, Path(trl.origin).with_name("chat_templates"))
-    )
+    folders = OWN, Path(trl.origin).with_name("chat_templates")
+    files = (folder / f"{name}.jinja" for folder in folders)
     return next(file for file in files if file.exists()).read_text()
 
 

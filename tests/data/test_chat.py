@@ -73,9 +73,8 @@ def written(folder: Path, template: str, messages: Messages, learned: str = "aut
 def by_transformers(folder: Path, messages: Messages, **options: Any) -> Any:
     """Return what transformers makes of messages with the template in `folder`."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return tokenizer.apply_chat_template(
-        messages, **{"tools": tools_of(messages), "tokenize": False} | options
-    )
+    options = {"tools": tools_of(messages), "tokenize": False} | options
+    return tokenizer.apply_chat_template(messages, **options)
 
 
 def parts(conversation: Document) -> list[str]:

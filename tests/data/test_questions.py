@@ -77,9 +77,8 @@ def test_answers_alone_are_targets(config):
         assert document.scored[-1] and document.ids[-1] == data.tokenizer.eos_id
     evaluated = list(of_source(config, data.tokenizer))
     assert [document.name for document in evaluated] == list(asked)
-    assert sum(x.targets for x in evaluated) == sum(
-        x.targets for split in ("train", "val") for x in data.documents(split)
-    )
+    documents = [x for split in ("train", "val") for x in data.documents(split)]
+    assert sum(x.targets for x in evaluated) == sum(x.targets for x in documents)
 
 
 def test_a_document_and_its_questions_are_on_one_side(config, corpus):
@@ -87,11 +86,9 @@ def test_a_document_and_its_questions_are_on_one_side(config, corpus):
     mix = {"asked": text | {"source": "questions", "length": 500}, "text": text}
     config.source, config.path, config.mix = "mix", None, mix
     data = load(config, 64)
-    sides = {
-        split: {document.name.split("/")[1].split(":")[0] for document in data.documents(split)}
-        for split in ("train", "val")
-    }
-    assert not sides["train"] & sides["val"] and min(map(len, sides.values())) > 2
+    found = (data.documents("train"), data.documents("val"))
+    train, val = ({x.name.split("/")[1].split(":")[0] for x in documents} for documents in found)
+    assert not train & val and min(len(train), len(val)) > 2
 
 
 def test_docstrings_are_on_the_side_of_their_file(text_config, tmp_path):

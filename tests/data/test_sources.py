@@ -39,9 +39,8 @@ class Counting(Source):
 @pytest.fixture
 def counting(tmp_path: Path) -> Iterator[DataConfig]:
     register("counting")(Counting)
-    yield DataConfig(
-        source="counting", length=512, vocab_size=400, val_fraction=0.2, cache=str(tmp_path / "c")
-    )
+    cache = str(tmp_path / "c")
+    yield DataConfig("counting", length=512, vocab_size=400, val_fraction=0.2, cache=cache)
     SOURCES.remove("counting")
 
 

@@ -100,9 +100,8 @@ def test_begin_of_text_is_that_of_the_post_processor(tmp_path):
     without = Tokenizer(plain, "</s>")
     assert without.bos_id is None
     assert without.encode_prompt("a b") == [0, 1] and without.encode_prompt("") == [5]
-    plain.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 4), ("</s>", 5)]
-    )
+    special = [("<s>", 4), ("</s>", 5)]
+    plain.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=special)
     plain.enable_truncation(3)
     plain.enable_padding(length=20)
     plain.save(str(tmp_path / "bos.json"))

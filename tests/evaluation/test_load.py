@@ -96,10 +96,8 @@ def test_documents_of_a_run_are_those_of_its_split(folder, tokenizer, capsys):
     data = {"source": "text", "path": str(folder / "docs"), "cache": str(folder / "cache")}
     data |= {"val_fraction": 0.3}
     began = load(DataConfig(**data, tokenizer=str(run)), 64).fingerprint  # type: ignore[arg-type]
-    splits = {
-        split: list(of_run(run, {"data": data, "seq_len": 64}, split, began))
-        for split in ("train", "val")
-    }
+    asked = {"data": data, "seq_len": 64}
+    splits = {split: list(of_run(run, asked, split, began)) for split in ("train", "val")}
     names = {split: {Path(x.name).name for x in documents} for split, documents in splits.items()}
     assert names["train"] | names["val"] == set(TEXTS)
     assert not names["train"] & names["val"]
@@ -133,9 +131,8 @@ def test_a_conversation_is_scored_as_its_val_loss(folder):
     settings |= {"val_fraction": 0.4, "cache": str(folder / "cache")}
     data = load(DataConfig(**settings, tokenizer=str(run)), 512)
     torch.manual_seed(0)
-    config = GPTConfig(
-        vocab_size=data.tokenizer.vocab_size, layers=1, channels=32, heads=4, init_std=0.3
-    )
+    size = data.tokenizer.vocab_size
+    config = GPTConfig(vocab_size=size, layers=1, channels=32, heads=4, init_std=0.3)
     model = GPT(config, "naive").eval().requires_grad_(False)
     nats, targets = 0.0, 0
     for row in (data.val[n] for n in range(len(data.val))):

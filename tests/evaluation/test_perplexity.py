@@ -41,9 +41,8 @@ def test_windows_agree_with_the_recipe_of_transformers(model, tmp_path):
     transformers = pytest.importorskip("transformers")
     train(["a rose"], 300).save(tmp_path / "tokenizer.json")
     export(model, tmp_path, tmp_path / "out", context=256)
-    llama = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", dtype=torch.float32
-    ).eval()
+    reader = transformers.AutoModelForCausalLM
+    llama = reader.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     # A window of `length` tokens there shows at most length - 1 of them, the context here.
     for length, stride, size in [(33, 16, 100), (33, 16, 65), (33, 32, 34), (21, 1, 33)]:
         (document,) = documents(size)

@@ -25,9 +25,8 @@ REFUSALS = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
-    reference(LlamaConfig(**deepcopy(SIZES), num_key_value_heads=2, head_dim=10)).save_pretrained(
-        folder
-    )
+    config = LlamaConfig(**deepcopy(SIZES), num_key_value_heads=2, head_dim=10)
+    reference(config).save_pretrained(folder)
     write_tokenizer(folder)
     return folder
 
@@ -40,9 +39,8 @@ def changed(llama: Path, tmp_path: Path) -> Change:
         folder = tmp_path / "changed"
         shutil.copytree(llama, folder)
         config = json.loads((folder / "config.json").read_text()) | keys
-        (folder / "config.json").write_text(
-            json.dumps({k: v for k, v in config.items() if v != "absent"})
-        )
+        kept = {k: v for k, v in config.items() if v != "absent"}
+        (folder / "config.json").write_text(json.dumps(kept))
         return folder
 
     return change
@@ -111,9 +109,8 @@ def test_every_tensor_is_accounted_for(changed, keys, message):
 
 
 def test_old_buffers_and_a_copy_of_a_tied_head_are_accepted(tmp_path):
-    reference(
-        LlamaConfig(**deepcopy(SIZES), num_key_value_heads=3, tie_word_embeddings=True)
-    ).save_pretrained(tmp_path)
+    config = LlamaConfig(**deepcopy(SIZES), num_key_value_heads=3, tie_word_embeddings=True)
+    reference(config).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)

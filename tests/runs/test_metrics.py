@@ -56,9 +56,8 @@ def test_a_new_metric_is_in_compare_and_on_its_page(run, tmp_path, capsys):
 def test_a_new_metric_is_at_wandb(run):
     wandb_run = MagicMock()
     define_metrics(wandb_run)
-    wandb_run.define_metric.assert_any_call(
-        "pages_per_hour", step_metric="tokens_seen", summary="max,last"
-    )
+    key, options = "pages_per_hour", {"step_metric": "tokens_seen", "summary": "max,last"}
+    wandb_run.define_metric.assert_any_call(key, **options)
 
 
 def test_each_key_has_one_line_here_and_on_its_page():

@@ -195,10 +195,8 @@ def test_the_workspace_has_every_metric_once_over_tokens(monkeypatch):
     pytest.importorskip("wandb_workspaces")
     monkeypatch.setattr(metrics, "METRICS", (*metrics.METRICS, NEW))
     spec = dashboard.workspace("p", "e", "n")._to_model().model_dump()["spec"]
-    saved = {
-        section["name"]: section["panels"]
-        for section in spec["section"]["panel_bank_config"]["sections"]
-    }
+    sections = spec["section"]["panel_bank_config"]["sections"]
+    saved = {section["name"]: section["panels"] for section in sections}
     panels = [panel for section in saved.values() for panel in section]
     kinds = {"Run History Line Plot", "Scatter Plot", "Bar Chart"}
     assert {panel["view_type"] for panel in panels} == kinds

@@ -56,9 +56,8 @@ def test_watching_a_run_changes_no_bit(trained, capsys):
     # Few ids of so large a vocabulary have a token; a sample has no other
     every = {"max_steps": 3, "val_every": 2, "model__vocab_size": 4096}
     prompt = "a row, 'of' \\names: "
-    watched = trained(
-        "watched", keep_best=True, patience=9, sample_prompt=prompt, sample_every=2, **every
-    )
+    shown = {"sample_prompt": prompt, "sample_every": 2}
+    watched = trained("watched", keep_best=True, patience=9, **shown, **every)
     texts = samples(watched)
     assert list(texts) == [2, 3]
     assert all(text.startswith(prompt) and len(text) > len(prompt) + 32 for text in texts.values())

@@ -29,10 +29,8 @@ def test_a_mistake_leaves_no_run_behind(overrides, changes, message, tmp_path, c
     (tmp_path / "SHORT").mkdir()
     for number in range(5):
         (tmp_path / "SHORT" / f"{number}.txt").write_text("")
-    changes = {
-        key: str(tmp_path / value) if value.isupper() else value for key, value in changes.items()
-    }
-    assert train.main(overrides(**changes)) == 2
+    given = {key: str(tmp_path / x) if x.isupper() else x for key, x in changes.items()}
+    assert train.main(overrides(**given)) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ") and message in error
     assert not (tmp_path / "runs").exists()
@@ -43,10 +41,8 @@ def test_a_loss_that_is_nan_ends_the_run_with_advice(overrides, tmp_path, capsys
         raise AssertionError(f"{constant} is no JSON")
 
     wild = {"max_steps": 30, "lr": 10.0, "warmup_steps": 0, "clip": None}
-    for name, std, advice in (
-        ("loss", 1e30, "try a smaller lr"),
-        ("val_loss", 1e18, "(model.init_std=1e+18)"),
-    ):
+    at_first = "val_loss", 1e18, "(model.init_std=1e+18)"
+    for name, std, advice in (("loss", 1e30, "try a smaller lr"), at_first):
         assert train.main(overrides(name=name, model__init_std=std, **wild)) == 1
         assert advice in capsys.readouterr().err
         lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()

@@ -37,10 +37,8 @@ def read(folder: Path, content: dict[str, Any]) -> GPTConfig:
 )
 def test_windows_follow_layer_types(layer_types, window, window_layers, tmp_path):
     # transformers opens a mistral folder with layer_types as Ministral
-    ministral = MinistralConfig(
-        **deepcopy(SMALL) | {"num_hidden_layers": 2}, head_dim=8, sliding_window=9
-    )
-    reference(ministral).save_pretrained(tmp_path)
+    sizes = deepcopy(SMALL) | {"num_hidden_layers": 2, "head_dim": 8, "sliding_window": 9}
+    reference(MinistralConfig(**sizes)).save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     config = read(tmp_path, content | {"model_type": "mistral", "layer_types": layer_types})
     assert (config.window, config.window_layers) == (window, window_layers)

@@ -151,10 +151,7 @@ def test_conversations_and_parquet_are_read_as_texts_are(rows, tuned, folder, tm
     pairs = [json.loads(line) for line in (rows / "pairs.jsonl").read_text().splitlines()]
     pairs.append(pairs[0] | {"rejected": pairs[0]["chosen"]})
     roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
-    turns = [
-        {key: [{"role": role, "content": pair[key]}] for key, role in roles.items()}
-        for pair in pairs
-    ]
+    turns = [{x: [{"role": roles[x], "content": pair[x]}] for x in roles} for pair in pairs]
     parquet.write_table(pyarrow.Table.from_pylist(turns), tmp_path / "turns.parquet")
     # The prompt in both answers
     implicit = [
