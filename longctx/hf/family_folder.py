@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longctx import files
-from longctx.config.fields import refuse
+from longctx.config.fields import refuse, refuse_first
 from longctx.hf.families import FAMILIES, read_model, write_config
 from longctx.hf.families.config_json import text_name, wraps
 from longctx.hf.families.family import EMBEDDING, LM_HEAD
@@ -62,9 +62,8 @@ def check_weights(config: GPTConfig, folder: Path) -> dict[str, Stored]:
         given = f"{stored[LM_HEAD].file}: {LM_HEAD} differs from {EMBEDDING}"
         refuse((is_other, f"{given}, but tie_word_embeddings=true"))
     # A tensor without a place would be left out without a word
-    for name in sorted(unused):
-        problem = "has no place in the model that config.json describes"
-        raise ValueError(f"{stored[name].file}: tensor {name} {problem}")
+    problem = "has no place in the model that config.json describes"
+    refuse_first(f"{stored[name].file}: tensor {name} {problem}" for name in sorted(unused))
     return stored
 
 
@@ -116,8 +115,7 @@ def writer(
     # Norms and corrections of routers keep the precision in which they compute
     def tensor(pieces: list[Piece]) -> Tensor:
         saved = joined(pieces, lambda piece: parameters[piece.ours].detach()[piece.rows])
-        is_exact = pieces[0].ours in model.exact
-        return saved.to(torch.float32 if is_exact else dtype or saved.dtype)
+        return saved.to(torch.float32 if pieces[0].ours in model.exact else dtype or saved.dtype)
 
     def write(folder: Path) -> None:
         write_json(folder / "config.json", keys)

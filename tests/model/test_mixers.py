@@ -126,8 +126,10 @@ def test_what_a_mixer_lacks_is_refused(monkeypatch):
             check_attention(replace(config, **changes), config.model, "cpu")
     shared = replace(config, context=ContextConfig("auto"))
     assert {division.context for division in divisions(shared, config.model)} == {1}
-    with pytest.raises(ValueError, match=r"of this model: model\.mixer=\[short\]"):
-        write_config(config.model, 64)
+    of_family = replace(config.model, source={"model_type": "mine"})
+    for model, message in ((config.model, r"mixer=\[short\]"), (of_family, "=mine: of a plugin")):
+        with pytest.raises(ValueError, match=message):
+            write_config(model, 64)
     with pytest.raises(ValueError, match=r"graphs=true: .*mixer=short launches"):
         workload_of(replace(config, devices=1, graphs="true"), "cuda", 64).check_graphs()
     with pytest.raises(ValueError, match=r"model\.mixer takes"):

@@ -93,7 +93,6 @@ def test_loss_and_gradients_are_those_of_one_device(ranks, cases, seed, tmp_path
 
 
 def test_a_weight_without_gradient_is_named_under_ddp():
-    """DDP would not average the gradients that share a bucket with its own."""
     model, parallel = torch.nn.Linear(2, 3), SimpleNamespace(strategy=STRATEGIES["ddp"])
     model.weight.grad = torch.ones(3, 2)
     module, optimizer = SimpleNamespace(model=model), torch.optim.SGD(model.parameters(), 1.0)

@@ -130,7 +130,9 @@ def _candidates(config: GPTConfig) -> Iterator[tuple[Family, dict[str, Any]]]:
         names = NEW if config.channels % config.heads == 0 else []
         yield from ((FAMILIES[name], FAMILIES[name].write_new(config)) for name in names)
         return
-    family = FAMILIES[config.source["model_type"]]
+    kind = config.source["model_type"]
+    refuse((kind not in FAMILIES, f"model_type={kind}: of a plugin; name its file in plugins=[]"))
+    family = FAMILIES[kind]
     kept = {x: y for x, y in config.source.items() if not (x in OF_FILES or x.startswith("_"))}
     kept |= {"architectures": [f"{family.class_name}ForCausalLM"], **family.changed(config)}
     yield family, dict(kept)
