@@ -33,7 +33,7 @@ from longctx.data.cache import fingerprint
 from longctx.data.documents import Document, NamedRows, Span
 from longctx.data.messages import Message, Row, as_templates_expect, is_learned, read
 
-_VERSION = 7  # raised when the same conversation would become another document
+_VERSION = 8  # raised when the same conversation would become another document
 # Training always writes this day, so that the same conversation is always the same text. Llama's
 # templates write it by themselves.
 _DAY = datetime(2024, 7, 26)

@@ -142,9 +142,7 @@ class SourcePart:
         return trained, self.store.lengths[documents]
 
     def groups(self) -> list[tuple[int, float]]:
-        """Count the training sequences of each group of lengths, in order, with the share of
-        samples that draws from them.
-        """
+        """Return the training sequences, and the share of samples, of each group of lengths."""
         return [(count, share) for count, share in self._groups() if count]
 
     def _groups(self) -> list[tuple[int, float]]:
@@ -171,9 +169,7 @@ class SourcePart:
         ]
 
     def share_beyond(self, limit: int) -> float:
-        """Return the share of tokens in training with more than `limit` of their document before
-        them in the sequence.
-        """
+        """Return the share of drawn tokens with more than `limit` of their document before them."""
         packing, far, tokens, first = self.packings["train"], 0.0, 0.0, 0
         for count, share in self.groups():
             pieces = packing.length[slice(*packing.bounds[[first, first + count]])]

@@ -88,8 +88,8 @@ def as_templates_expect(
     calls are objects, unless the template `joins_text`. A copy, since reports know a message by its
     identity.
     """
-    stays = ("content",) if reads_null else ()
-    present = {key: value for key, value in message.items() if value is not None or key in stays}
+    present: dict[str, Any] = {"content": None} if reads_null else {}
+    present |= {key: value for key, value in message.items() if value is not None}
     if isinstance(present.get("tool_calls"), list) and not joins_text:
         present["tool_calls"] = [_with_object(call) for call in present["tool_calls"]]
     for name in ("reasoning_content", "thinking", "reasoning"):

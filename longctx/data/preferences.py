@@ -8,11 +8,7 @@ The formats are those of TRL, as text or as conversations:
 A row is one document of several sides that share a sequence; of each the answer alone is learned. A
 pair has the sides CHOSEN and REJECTED. A labelled answer is CHOSEN or REJECTED, and beside it
 stands the same prompt with the answer of another row, UNRELATED, by which KTO (arXiv 2402.01306)
-measures how far the model has moved from the reference.
-
-A document holds one side after another. If they are too long for a sequence, the beginnings of the
-prompts are left out, the same number of tokens of each; begin-of-text and the last token of a
-prompt stay.
+measures how far the model has moved from the reference. A document holds one side after another.
 """
 
 from __future__ import annotations
@@ -137,7 +133,8 @@ def sides_of(store: Store, document: int) -> tuple[np.ndarray, np.ndarray, np.nd
 
 
 def fitted(store: Store, documents: np.ndarray, seq_len: int, bos_id: int | None) -> np.ndarray:
-    """Return the tokens of each of `documents` in a sequence of `seq_len`, prompts cut as needed.
+    """Return the tokens of each of `documents` in a sequence of `seq_len`. If it has more, the
+    beginnings of all its prompts lose the same number of tokens.
 
     Raises ValueError if the answers alone are too long.
     """

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import repeat
+from itertools import groupby, repeat
 from pathlib import Path
 from typing import Any
 
@@ -196,8 +196,7 @@ def build(
     missing = "two different answers" if config.preferences else "a token to predict"
     refuse((not keys, f"{setting}: none of {documents:,} documents has {missing}; give others"))
     hashes, own = (np.frombuffer(b"".join(x), np.uint8).reshape(-1, 16) for x in (keys, texts))
-    dropped = documents - len(keys)
-    counts: Any = {"dropped": dropped, "shortened": shortened}
+    counts: Any = {"dropped": documents - len(keys), "shortened": shortened}
     np.savez(folder / "documents.npz", keys=hashes, texts=own, **counts)
 
 
@@ -232,15 +231,13 @@ def _marked(document: Document, encode: Callable[..., Any]) -> tuple[np.ndarray,
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Group documents until they have `_BATCH` characters; names count about 64."""
-    batch: list[Document] = []
+    """Group documents that have about `_BATCH` characters together; names count about 64."""
     characters = 0
-    for document in documents:
-        batch.append(document)
+
+    def group(document: Document) -> int:
+        nonlocal characters
         characters += sum(len(side.text) for side in document.sides) + 64
-        if characters >= _BATCH:
-            yield batch
-            batch = []
-            characters = 0
-    if batch:
-        yield batch
+        return characters // _BATCH
+
+    for _, batch in groupby(documents, group):
+        yield list(batch)

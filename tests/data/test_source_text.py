@@ -18,6 +18,7 @@ from longctx.data import DataConfig, Document, load, read_documents
 from longctx.data.preferences import CHOSEN, REJECTED
 from longctx.data.sources import SOURCES
 from longctx.data.sources.registry import open_corpus
+from tests.data.chat_templates import CHATML, write
 
 TEXTS = ["first document\nof two lines", "zweites — mit Ümläuten", "第三个文件 😀"]
 COMPRESS = {
@@ -122,8 +123,7 @@ def test_a_folder_is_read_by_kind(tmp_path, folder, options, read, left_out):
     config = DataConfig(source="text", path=str(files), tokenizer=str(folder), **options)
     names = [shard.name for shard in open_corpus(config).shards]
     assert "".join(name[0] for name in names) == read
-    source = SOURCES["text"]
-    assert source.left_out(config).startswith(f"{left_out}; a glob reads texts")
+    assert SOURCES["text"].left_out(config).startswith(f"{left_out}; a glob reads texts")
     # Named, or in a folder of no other files, such a file is refused
     for path in (files / "d.tsv", files / "i.parquet"):
         with pytest.raises(ValueError, match=path.name):
@@ -138,10 +138,13 @@ def test_cells_are_answers_and_conversations(tmp_path, folder):
     assert [document.side for document in read_documents(labels)] == [CHOSEN, REJECTED]
     (talk,) = read_documents(DataConfig(**values, path=str(tmp_path / "f.csv"), chat=True))
     assert [talk.text[first:end] for first, end in talk.spans] == ["a<|im_end|>\n"]
-    messages = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]]
-    (tmp_path / "m.parquet").write_bytes(parquet([messages, ["b"]], ["messages", "text"]))
-    (same,) = read_documents(DataConfig(**values, path=str(tmp_path / "m.parquet"), chat=True))
-    assert (same.text, same.spans) == (talk.text, talk.spans)
+    # Parquet has all calls with the arguments of each, as null
+    calls = [[{"arguments": values}] for values in ({"x": 1}, {"y": [None]})]
+    talks = [[{"role": "assistant", "content": "a", "tool_calls": call}] for call in calls]
+    (tmp_path / "m.parquet").write_bytes(parquet([talks, ["b", "c"]], ["messages", "text"]))
+    write(folder, "{{ messages[0].tool_calls }}" + CHATML)
+    rows = read_documents(DataConfig(**values, path=str(tmp_path / "m.parquet"), chat=True))
+    assert [row.text.partition("<")[0] for row in rows] == [str(call) for call in calls]
     assert texts(tmp_path / "c.csv") == ["NA"]
     (tmp_path / "long.csv").write_text(f"text\n{'x' * 200_000}\n")
     assert [len(text) for text in texts(tmp_path / "long.csv")] == [200_000]
@@ -221,8 +224,7 @@ def test_a_broken_file_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises((ValueError, OSError), match=message) as caught:
         texts(tmp_path / name)
-    assert str(tmp_path / name) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert str(tmp_path / name) in str(caught.value) and "\n" not in str(caught.value)
 
 
 WORDS = ["many words of a text", None, "others of another", None]
@@ -261,8 +263,7 @@ def test_a_path_without_documents_is_refused(tmp_path, monkeypatch, path, messag
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.parquet.gz"])
 def test_a_bomb_is_refused(tmp_path, name):
     with gzip.open(tmp_path / name, "wb", compresslevel=1) as stream:
-        for _ in range(129):
-            stream.write(b"a" * (1 << 20))
+        stream.writelines([b"a" * (1 << 20)] * 129)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError, match="holds more than 134,217,728 bytes"):
         read(str(tmp_path / name))

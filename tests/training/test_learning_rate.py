@@ -78,9 +78,8 @@ def test_a_warm_up_of_a_new_run_ends_within_it():
 def test_a_decay_begins_at_a_checkpoint_of_the_stable_part(overrides, tmp_path, refused, capsys):
     runs, keys = tmp_path / "runs", {"warmup_steps": 2, "lr": 0.01, "checkpoint_every": 3}
     decay = ["lr_schedule=wsd", "lr_decay_from=6", "lr_decay_shape=linear", "max_steps=10"]
-    whole = ["name=whole", *decay, "min_lr_ratio=0"]
     given = [word for word in overrides(**keys) if not word.startswith("max_steps")]
-    assert train.main([*given, *whole]) == 0
+    assert train.main([*given, "name=whole", *decay, "min_lr_ratio=0"]) == 0
     assert train.main([*given, "name=cut", "max_steps=6", "lr_schedule=constant"]) == 0
     resume = [f"resume={runs / 'cut'}", "lr_schedule=wsd", "min_lr_ratio=0"]
     capsys.readouterr()

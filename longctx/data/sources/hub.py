@@ -20,7 +20,7 @@ from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
 from longctx.data.documents import Corpus, Document, Shard
 from longctx.data.sources.registry import Source, register
-from longctx.data.sources.rows import chat_template, documents_in
+from longctx.data.sources.rows import chat_template, documents_in, of_table
 from longctx.files import one_line
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _read(config: DataConfig, template: Template | None) -> Iterator[Document]:
     config = replace(config, errors="replace")
     path = config.paths()[0]
     rows = enumerate(_stream(path, config), start=1)
-    locations = ((f"{path}:{n}", f"data.path={path}: row {n}", row) for n, row in rows)
+    locations = ((f"{path}:{n}", f"data.path={path}: row {n}", of_table(row)) for n, row in rows)
     yield from documents_in(locations, config, template)
 
 

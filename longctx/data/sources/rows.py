@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
@@ -41,6 +41,19 @@ def documents_in(
         documents = (Document(name, text_in(row, location, config)) for name, location, row in rows)
     replaces = config.errors == "replace"
     yield from (document.replaced() for document in documents) if replaces else documents
+
+
+def of_table(row: Row) -> dict[str, Any]:
+    """Return a row of a table without nulls in its structs, which have the fields of all rows: a
+    call of one tool would be learned with the arguments of every other one.
+    """
+    return {name: _without_nulls(cell) for name, cell in row.items()}
+
+
+def _without_nulls(cell: Any) -> Any:
+    if isinstance(cell, dict):
+        return {name: _without_nulls(inner) for name, inner in cell.items() if inner is not None}
+    return [*map(_without_nulls, cell)] if isinstance(cell, list) else cell
 
 
 def is_read(row: Row, config: DataConfig) -> bool:

@@ -28,7 +28,7 @@ from longctx.config.fields import refuse
 from longctx.data.documents import Corpus, Document, NamedRows, Shard
 from longctx.data.sources.compressed import opened, split_name
 from longctx.data.sources.registry import Source, absolute, register, state_of
-from longctx.data.sources.rows import chat_template, documents_in, is_read
+from longctx.data.sources.rows import chat_template, documents_in, is_read, of_table
 
 if TYPE_CHECKING:
     from longctx.data.chat import Template
@@ -251,7 +251,7 @@ def _parquet(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> Na
         batches = table.iter_batches(batch_size=BATCH, columns=columns, use_threads=False)
         rows = (row for batch in batches for row in batch.to_pylist())
         for number, row in enumerate(rows, start=1):
-            yield f"{name}:{number}", f"{file}: row {number}", row
+            yield f"{name}:{number}", f"{file}: row {number}", of_table(row)
 
 
 def _decode(data: bytes, location: str, config: DataConfig) -> str:
