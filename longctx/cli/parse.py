@@ -19,6 +19,7 @@ import yaml
 
 from longctx import hub_snapshot, plugins, untrusted
 from longctx.config import fields, other_names, presets
+from longctx.config.doors import SCHEDULES
 from longctx.config.eval_config import EvalConfig
 from longctx.config.fields import Key, build, declared_as, keys, shown, typed
 from longctx.config.presets import Request
@@ -197,10 +198,7 @@ def given_values(schema: type, arguments: Iterable[str]) -> dict[str, Any]:
 
 
 def full_keys(schema: type, names: Iterable[str]) -> dict[str, str]:
-    """Return name → the dotted key that it stands for, as attention for attention.backend.
-
-    ValueError has a line for each unknown key.
-    """
+    """Return name → its dotted key, as attention.backend; ValueError has a line for each other."""
     known = keys(schema)
     short = {key.rpartition(".")[0]: key for key, declared in known.items() if declared.short}
     words = {f"{group}.{known[key].short}": key for group, key in short.items()}
@@ -229,9 +227,7 @@ def alternatives(declared: Key, text: str) -> list[str]:
 
 
 def value_of(text: str, declared: Key) -> Any:
-    """Return the value that is typed as `text`: null, true, false, a number, a list or dictionary
-    in YAML, or the text itself.
-    """
+    """Return the null, true, false, number, list or dictionary that is typed as `text`, else it."""
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     takes_text = declared.type in (str, Path) and not is_quoted
     if takes_text or declared.is_group or declared.literal:
@@ -310,6 +306,10 @@ def replaced(given: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
     before, after = (presets.chosen(TrainConfig, x) for x in (saved, {**saved, **given}))
     names = {group for group in after if after[group] != before[group]}
     names |= {name[:-8] for name in given if name.endswith(".enabled") and given[name] is False}
+    # Another schedule has no use for the keys of the one before
+    if (schedule := str(given.get("lr_schedule"))) in SCHEDULES:
+        every = {key for traits in SCHEDULES.values() for key in traits.keys}
+        names |= every - SCHEDULES[schedule].keys.keys()
     return names | (LENGTHS if any(given.get(name) is not None for name in LENGTHS) else set())
 
 

@@ -76,22 +76,23 @@ def test_a_finished_run_goes_on_with_more_steps(two_steps, refused, capsys):
     text = (file := two_steps / "tokenizer.json").read_text()
     file.unlink()
     before = run_folder.read_config(two_steps)
-    assert train.main([f"resume={two_steps}", "max_steps=5", "betas=[0.9,0.95]"]) == 0
+    changes = ["max_steps=5", "lr_schedule=constant"]
+    assert train.main([f"resume={two_steps}", *changes, "betas=[0.9,0.95]"]) == 0
     assert "max_steps or lr_schedule has changed" in capsys.readouterr().out  # the rate jumps
     assert [row["step"] for row in steps(two_steps)] == [1, 2, 3, 4, 5]
     assert file.read_text() == text
     after = run_folder.read_config(two_steps)
-    assert [key for key in after if repr(after[key]) != repr(before[key])] == ["max_steps"]
+    changed = {key: x for key, x in after.items() if repr(x) != repr(before[key])}
+    assert changed == {"max_steps": 5, "lr_schedule": "constant", "min_lr_ratio": None}
 
 
 def test_a_run_that_still_trains_is_not_resumed(two_steps, refused, monkeypatch):
     """It may save another one until it lets go of its folder, so none is chosen before."""
-    folder = two_steps
-    with run_folder.locked(folder), monkeypatch.context() as patched:
+    with run_folder.locked(two_steps), monkeypatch.context() as patched:
         patched.setattr(life_cycle, "resolve", lambda *_: pytest.fail("it chose one"))
-        code = train.main([f"resume={folder}", "max_steps=3"])
-    refused(code, f"{folder}: another process is training this run")
-    assert train.main([f"resume={folder}", "max_steps=3"]) == 0
+        code = train.main([f"resume={two_steps}", "max_steps=3"])
+    refused(code, f"{two_steps}: another process is training this run")
+    assert train.main([f"resume={two_steps}", "max_steps=3"]) == 0
 
 
 def test_a_mix_with_pass_keys_resumes_exactly(trained, corpus, capsys):
@@ -99,10 +100,9 @@ def test_a_mix_with_pass_keys_resumes_exactly(trained, corpus, capsys):
         **{"data": "mix", "data__path": None, "val_every": 2, "max_steps": 4},
         **{"data__mix__prose__path": corpus, "data__mix__prose__weight": 2},
         **{"data__mix__recall__path": corpus, "data__mix__recall__documents": 12},
-        **{"passkey": "true", "passkey__lengths": "[600]"},
-        **{"passkey__samples": 1, "passkey__depths": "[0,1]"},
+        **{"passkey": "true", "passkey__lengths": "[600]", "passkey__samples": 1},
     }
-    folder = trained(checkpoint_every=2, **changes)
+    folder = trained(checkpoint_every=2, passkey__depths="[0,1]", **changes)
     assert "passkey at 600 0%" in capsys.readouterr().out
     assert [row["facts_found/passkey/600"] for row in validations(folder)] == [0, 0, 0]
     check_resumes_exactly(folder, "passkey=false")
