@@ -91,9 +91,7 @@ class MemoryConfig(Group):
         return ""
 
     def filled(self, policy: str) -> MemoryConfig:
-        """Return a copy with the values of `policy`, not auto, for all nulls but
-        `loss_chunk`.
-        """
+        """Return a copy with the values of `policy`, not auto, for all nulls but `loss_chunk`."""
         if policy not in POLICIES:
             names = ", ".join(POLICIES)
             raise ValueError(f"memory.policy={policy}: a run decides that; a model takes {names}")

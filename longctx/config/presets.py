@@ -69,9 +69,7 @@ def read(group: str, name: str) -> dict[str, Any]:
 
 
 def chosen(schema: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the groups of `schema` that have presets, each with its name in `given`, or the
-    default.
-    """
+    """Return the groups of `schema` with presets, each with its name in `given`, or the default."""
     known, usual = keys(schema), {"model": "auto"}
     return {
         group: given.get(key, usual.get(key, known[key].default))

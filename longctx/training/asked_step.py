@@ -50,8 +50,7 @@ def with_steps_of_run(
     this request. `batch_size` and `accumulate` are fixed if `overrides` names them. ValueError if
     there is no such division.
     """
-    path = Path(config.resume or "")
-    saved = run_folder.read_config(path)
+    saved = run_folder.read_config(Path(config.resume or ""))
     total = run_folder.sequences_per_step(saved)
     possible: list[Division] = []
     for division in each:

@@ -236,9 +236,7 @@ def _begin_worker(worker: int) -> None:
     # checkpoint; the parent's own, should it have to insist, is the second.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL) and None
-    )
+    signal.signal(signal.SIGTERM, lambda n, _: signal.signal(n, signal.SIG_DFL) and None)
     # torch's own look at the parent takes 5 s, and a stopped worker never looks
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:

@@ -95,8 +95,7 @@ class Callbacks:
         return [getattr(callback, method)(*arguments) for callback in self.all]
 
     def state(self) -> dict[str, Any]:
-        states = {name: callback.state() for name, callback in self.registered.items()}
-        return {name: state for name, state in states.items() if state}
+        return {name: state for name, x in self.registered.items() if (state := x.state())}
 
     def restore(self, state: dict[str, Any]) -> None:
         for name in state.keys() & self.registered.keys():

@@ -84,9 +84,7 @@ class StepGraphs(StepParts):
         super().zero_grad()
 
     def forward_backward(self, micro: MicroBatch, first: bool, last: bool, mark: Mark) -> Tensor:
-        """Do as without graphs, but write the gradients of the `first` micro-batch over the old
-        ones.
-        """
+        """Do as without graphs; the `first` micro-batch writes its gradients over the old ones."""
         if self.inputs is None or not self.inputs.fill(micro):
             self._begin()
             self.inputs = StaticBatch(micro)

@@ -85,9 +85,7 @@ class LifeCycle:
                 raise
 
     def start(self, request: Request[TrainConfig], machine: Machine, locks: ExitStack) -> Run:
-        """Return the run that rank 0 has decided, once all ranks have met and its folder is
-        locked.
-        """
+        """Return the run that rank 0 decided, once all ranks have met and its folder is locked."""
         parallel, resumed = self.parallel, request.config.resume
         # A resumed run is locked before its newest checkpoint is read
         if resumed and parallel.is_first:

@@ -61,56 +61,81 @@ class Stops:
         return number > 0
 
 
+class Training:
+    """The parts of a run that steps change, and what happens between two steps."""
+
+    def __init__(self, run: Run, parallel: Parallel, log: RunLog) -> None:
+        self.run, self.parallel, self.log = run, parallel, log
+        data = self.data = shared_data(run, parallel)
+        # A plugin may expect whole sequences, such as an objective that takes logits
+        may_err = bool(run.config.plugins) and parallel.context.ranks.count > 1
+        if run.config.context.check or (may_err and run.config.context.check is None):
+            log.checked(context_check.compare_with_one(run, data, parallel))
+        objective, self.state = run.config.objective.traits, TrainState(run, parallel)
+        self.prepared: dict[str, Any] = {}  # checkpoints hold it
+        if objective.prepare is not None:
+            self.prepared = objective.prepare(run, data, self.state.module, parallel)
+        self.sequences = Sequences(run, data)
+        self.meter = Meter(run.workload, parallel, objective.figures)
+        parts = Parts(run, data, parallel, self.state, self.meter, log)
+        spikes, self.best = Spikes(parts), EarlyStopping(parts)
+        self.callbacks = Callbacks([spikes, self.best], parts)
+        # Whatever has a state is registered here, by its name in checkpoints
+        self.stateful: dict[str, Meter | Callback | Callbacks] = {"meter": self.meter}
+        self.stateful |= {"spikes": spikes, "best": self.best, "callbacks": self.callbacks}
+        if run.checkpoint is not None:
+            with opened(run.checkpoint):
+                content = checkpoints.read(run.checkpoint)
+                self.state.restore(content)
+                for name, part in self.stateful.items():
+                    part.restore(content.get(name, {}))
+                checkpoints.restore_random_state(content["random"])
+
+    def log_row(self, step: int) -> None:
+        """Log the steps since the last row; FloatingPointError if their loss is not finite."""
+        row = {"step": step} | self.meter.row(self.state.module.grad_norm)
+        row |= self.state.module.model.figures() | memory.predicted(self.run)
+        row["lr"] = self.run.schedule.rate(step - 1)
+        row["epoch"] = self.sequences.epoch(step)
+        self.callbacks.each("logged", row)
+        self.log.record(row)
+        require_finite("loss", row.get("loss", 0.0), step - self.meter.back, self.run)
+
+    def validate(self, step: int) -> None:
+        """Log the loss of data that validates, if there is any."""
+        if not len(self.data.val):
+            return
+        row: dict[str, Any] = {"step": step, "tokens_seen": self.meter.tokens_seen}
+        losses = validate(self.state.module, self.data, self.run, self.parallel)
+        row |= {key: float(x) for key, x in losses.items()}
+        self.callbacks.each("validated", step, row)
+        self.log.record(row)
+        require_finite("validation loss", row.get("val_loss", 0.0), step, self.run)
+
+    def save(self, saver: Saver, step: int, last: bool) -> None:
+        """Begin to write a checkpoint, unless a weight or a gradient is not finite."""
+        require_finite("gradient norm", float(self.state.module.grad_norm), step, self.run)
+        with self.meter.set_aside():
+            self.state.require_finite(step, self.parallel)
+            content = {name: part.state() for name, part in self.stateful.items()}
+            content["objective"] = self.prepared
+            best = self.best.kept_step
+            saver.save(self.state, content, self.data.fingerprint, step, last, best)
+
+
 def loop(run: Run, parallel: Parallel, log: RunLog, stops: Stops, saver: Saver) -> None:
     """Train every step of `run`: forward and backward, clip, update, log, validate, save, stop."""
-    data = shared_data(run, parallel)
-    # A plugin may expect whole sequences, such as an objective that takes logits
-    may_err = bool(run.config.plugins) and parallel.context.ranks.count > 1
-    if run.config.context.check or (may_err and run.config.context.check is None):
-        log.checked(context_check.compare_with_one(run, data, parallel))
-    objective, state = run.config.objective.traits, TrainState(run, parallel)
-    prepared: dict[str, Any] = {}  # checkpoints hold it
-    if objective.prepare is not None:
-        prepared = objective.prepare(run, data, state.module, parallel)
-    sequences = Sequences(run, data)
-    meter = Meter(run.workload, parallel, objective.figures)
-    parts = Parts(run, data, parallel, state, meter, log)
-    spikes, early_stopping = Spikes(parts), EarlyStopping(parts)
-    callbacks = Callbacks([spikes, early_stopping], parts)
-
-    # Whatever has a state is registered here, by its name in checkpoints
-    stateful: dict[str, Meter | Callback | Callbacks] = {
-        "meter": meter,
-        "spikes": spikes,
-        "best": early_stopping,
-        "callbacks": callbacks,
-    }
-    if run.checkpoint is not None:
-        with opened(run.checkpoint):
-            content = checkpoints.read(run.checkpoint)
-            state.restore(content)
-            for name, part in stateful.items():
-                part.restore(content.get(name, {}))
-            checkpoints.restore_random_state(content["random"])
-
-    def validated(step: int) -> None:
-        if not len(data.val):
-            return
-        row: dict[str, Any] = {"step": step, "tokens_seen": meter.tokens_seen}
-        row |= {key: float(x) for key, x in validate(state.module, data, run, parallel).items()}
-        callbacks.each("validated", step, row)
-        log.record(row)
-        require_finite("validation loss", row.get("val_loss", 0.0), step, run)
-
+    training, first = Training(run, parallel, log), run.steps_done + 1
+    state, meter, callbacks = training.state, training.meter, training.callbacks
     log.bar.start()
     # Workers read the first batches while the model validates
-    order = sequences.order(parallel.data_rank, run.steps_done)
-    batches = read_ahead(run, sequences.dataset, order, run.config.workers)
-    if not run.steps_done:
-        validated(0)
+    order = training.sequences.order(parallel.data_rank, run.steps_done)
+    batches = read_ahead(run, training.sequences.dataset, order, run.config.workers)
+    if first == 1:
+        training.validate(0)
     stops.begin()
     meter.begin()
-    for step, batch in zip(range(run.steps_done + 1, run.max_steps + 1), batches, strict=False):
+    for step, batch in zip(range(first, run.max_steps + 1), batches, strict=False):
         # Forward and backward, clipping, update, learning rate
         meter.batch_arrived(measures=run.logs(step))
         loss = optimizer_step(state, batch, parallel, meter.mark)
@@ -118,41 +143,28 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stops: Stops, saver: Saver) 
         log.stepped(step)
         # Objects of libraries and compiled code live on. A collection that scans them takes 0.2 to
         # 0.4 s, on each rank at another step, and all other ranks wait for it
-        if step == run.steps_done + 1:
+        if step == first:
             gc.collect()
             gc.freeze()
         saver.check()
-
-        # Log
         if run.logs(step):
-            row = {"step": step} | meter.row(state.module.grad_norm)
-            row |= state.module.model.figures() | memory.predicted(run)
-            row["lr"] = run.schedule.rate(step - 1)
-            row["epoch"] = sequences.epoch(step)
-            callbacks.each("logged", row)
-            log.record(row)
-            require_finite("loss", row.get("loss", 0.0), step - meter.back, run)
+            training.log_row(step)
 
         # Validate, and what callbacks do between two steps
         last = step == run.max_steps
         with meter.set_aside():
-            if step == run.steps_done + 1:
+            if step == first:
                 log.start_copies()
             if last or step % run.val_every == 0:
-                validated(step)
+                training.validate(step)
             callbacks.each("stepped", step)
 
         # Save, stop
         stopped = stops.after(step - run.steps_done, waits_anyway=run.logs(step))
         ends = any([last, stopped, *callbacks.each("ends")])
-        best = early_stopping.kept_step
-        if ends or step == best or step % run.config.checkpoint_every == 0:
-            require_finite("gradient norm", float(state.module.grad_norm), step, run)
-            with meter.set_aside():
-                state.require_finite(step, parallel)
-                content = {name: part.state() for name, part in stateful.items()}
-                content["objective"] = prepared
-                saver.save(state, content, data.fingerprint, step, ends, best)
+        is_best = step == training.best.kept_step
+        if ends or is_best or step % run.config.checkpoint_every == 0:
+            training.save(saver, step, ends)
         if ends:
             break
         meter.waits()

@@ -84,9 +84,7 @@ class RunLog:
         self.figures = {f"context_check/{name}": value for name, value in found.items()}
 
     def record(self, row: dict[str, Any]) -> None:
-        """Write a row to metrics.jsonl; show it in the bar, or as a line if the output is no
-        terminal.
-        """
+        """Write a row to metrics.jsonl; show it in the bar, or as a line without a terminal."""
         self._write(row | self.figures)
         self.figures = {}
         if is_step(row) and not self.bar.disable:

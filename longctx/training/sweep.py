@@ -1,6 +1,4 @@
-"""A sweep: each job in a fresh process, one after the other, so that a crash costs one job.
-Torch-free.
-"""
+"""Sweeps: each job in a fresh process, one by one, so that a crash costs one job. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import tempfile
 import textwrap
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from longctx import system, tables
 from longctx.runs import metrics, metrics_file
@@ -70,11 +68,7 @@ def _run(overrides: list[str]) -> Job:
         env = system.child_environment(**{RESULT_VARIABLE: str(result)})
         end = partial(system.end_with_parent, os.getpid(), signal.SIGTERM)
         process = subprocess.Popen(command, env=env, preexec_fn=end)  # it saves first
-
-        def pass_on(number: int, frame: Any) -> None:
-            process.send_signal(number)
-
-        before = {number: signal.signal(number, pass_on) for number in system.SIGNALS}
+        before = {x: signal.signal(x, lambda n, _: process.send_signal(n)) for x in system.SIGNALS}
         try:
             code = process.wait()
         finally:

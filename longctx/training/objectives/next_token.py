@@ -32,8 +32,7 @@ class CrossEntropyKeys(ObjectiveConfig):
 def cross_entropy(model: GPT, batch: MicroBatch, keys: Any) -> Tensor:
     """Return the sum of -log p(target) over the target tokens, times their weight in the step."""
     # A target of -100 is not scored: padding, the end of a document, and the other side's part of a
-    # conversation.
-    # The weight is applied before gradients are rounded to 16 bits
+    # conversation. The weight is applied before gradients are rounded to 16 bits
     loss: Tensor = model(
         *(batch.tokens, batch.targets, batch.mask),
         reduction="sum",
