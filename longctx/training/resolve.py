@@ -23,6 +23,7 @@ from longctx.data import load, open_tokenizer
 from longctx.model.context_extension import extended
 from longctx.runs import run_folder
 from longctx.spec.hardware import Machine
+from longctx.spec.step import Workload
 from longctx.training import dry_run, kernel_lock, pretrained, resume
 from longctx.training.asked_step import step_of
 from longctx.training.callbacks import CALLBACKS
@@ -58,11 +59,7 @@ def resolve(
         step = replace(step, model=replace(model, vocab_size=step.model.vocab_size))
     run = scheduled(replace(config, attention=step.attention), step)
     run.schedule.check(config)
-    for length in (step.seq_len, *(length for length, _ in config.seq_len_schedule or [])):
-        whole = padded(length, step.context, step.context_method)
-        pads = f"model.experts.balance with context={step.context} pads sequences of {length} to"
-        problem = f"{pads} {whole} tokens, which the experts would balance too; use {whole} tokens"
-        refuse((step.model.experts.balance and whole != length, problem))
+    check_balance(step, config)
     data = load(choice.data, step.seq_len)
     source, share = config.data.source, config.data.val_fraction
     empty = f"data={source}: no document is left to train on; data.val_fraction={share}"
@@ -74,14 +71,26 @@ def resolve(
     run = kernel_lock.locked(resume.continued(run) if config.resume else run)
     if config.resume:
         return run
-    texts = pretrained.texts_for_export(data, choice.weights)
-    # A dry run makes no folder
-    named = request.choices | {"model": choice.name}
-    if named["attention"] == AUTO:
-        named["attention"] = step.attention.label
-    stem = run_folder.stem(named, step.seq_len, request.overrides)
-    root, name = Path(config.runs), config.name
-    if config.dry_run:
+    names = request.choices | {"model": choice.name}
+    if names["attention"] == AUTO:
+        names["attention"] = step.attention.label
+    stem = run_folder.stem(names, step.seq_len, request.overrides)
+    return in_new_folder(run, stem, pretrained.texts_for_export(data, choice.weights))
+
+
+def check_balance(step: Workload, config: TrainConfig) -> None:
+    """Raise ValueError if experts are balanced and ranks that share sequences pad them."""
+    for length in (step.seq_len, *(length for length, _ in config.seq_len_schedule or [])):
+        whole = padded(length, step.context, step.context_method)
+        pads = f"model.experts.balance with context={step.context} pads sequences of {length} to"
+        problem = f"{pads} {whole} tokens, which the experts would balance too; use {whole} tokens"
+        refuse((step.model.experts.balance and whole != length, problem))
+
+
+def in_new_folder(run: Run, stem: str, texts: dict[str, str]) -> Run:
+    """Make the folder of `run`, called name= or by `stem`, with `texts`; a dry run makes none."""
+    root, name = Path(run.config.runs), run.config.name
+    if run.config.dry_run:
         return replace(run, folder=root / (name or stem))
     folder = run_folder.create(root, name, stem)
     config, saved = replace(run.config, name=folder.name), run.saved | {"name": folder.name}
