@@ -277,9 +277,8 @@ def smallest_change(workload: Workload, gpu: float, host: float) -> str:
     if other := first_that_fits(any_memory, gpu, host):
         return f"memory={other.memory}"
     # shorter sequences in any way
-    shorter = longest(
-        [one_row(any_memory)], gpu, host, min(128, workload.seq_len), limit=workload.seq_len
-    )
+    length = workload.seq_len
+    shorter = longest([one_row(any_memory)], gpu, host, min(128, length), limit=length)
     if shorter is None:
         return f"{'' if workload.lora.rank else 'lora.rank=16 lora.base=nf4 or '}a smaller model="
     settings = f" memory={shorter.memory}" if shorter.memory != workload.memory else ""
@@ -334,15 +333,11 @@ def choose_layout(decided: Sequence[Workload], chip: Chip, host: float) -> tuple
     as_fast = [number for number, speed in enumerate(speeds) if speed >= SURE * max(speeds)]
     # Candidates are in order: the plainest, unless a later one needs no host memory
     chosen = min(as_fast, key=lambda number: on_host(fit[number]) > 0)
-    if len(fit) == 1:
-        reason = "nothing else fits"
-    elif chosen and 0 in as_fast:
-        reason = f"as fast as {name_of(fit[0])}, and needs no host memory"
-    elif chosen:
-        reason = f"{speeds[chosen] / speeds[0] - 1:.0%} faster than {name_of(fit[0])}"
-    else:
-        reason = "the first that fits"
-    return fit[chosen], reason
+    if not chosen:
+        return fit[0], "the first that fits" if fit[1:] else "nothing else fits"
+    if 0 in as_fast:
+        return fit[chosen], f"as fast as {name_of(fit[0])}, and needs no host memory"
+    return fit[chosen], f"{speeds[chosen] / speeds[0] - 1:.0%} faster than {name_of(fit[0])}"
 
 
 def tokens_per_second(workload: Workload, chip: Chip, without: float = 0.0) -> float:

@@ -35,9 +35,7 @@ CUBLAS = 65 * 2**20
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by term that one process takes of its GPU, at the moment of a step when that is most,
-    and of the host.
-    """
+    """Bytes by term: of a GPU, at the moment of a step when it holds most, and of the host."""
 
     moment: str
     gpu: Terms
@@ -438,9 +436,7 @@ def trained_weights(workload: Workload) -> tuple[int, int]:
 
 
 def optimizer_state(workload: Workload) -> tuple[float, float]:
-    """Return the bytes of the optimizer's state: on the GPU between updates, and in pinned host
-    memory.
-    """
+    """Return the bytes of optimizer state: on the GPU between updates, and in pinned memory."""
     traits, stored = workload.optimizer.traits, workload.memory.optimizer_state
     matrices, others = trained_weights(workload)
     in_fp32 = float(traits.matrix_bytes * matrices + traits.other_bytes * others)

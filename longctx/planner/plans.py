@@ -27,9 +27,7 @@ FindLongest = Callable[..., Workload]  # of candidates: each gives the step for 
 
 @dataclass(frozen=True)
 class Plan:
-    """A step with nothing left open, its predictions, and the reason for its division if several
-    were open.
-    """
+    """A step with nothing left open, its predictions, and the reason for an open division."""
 
     step: Workload
     memory: Memory
@@ -124,11 +122,9 @@ def check_fits(step: Workload, machine: Machine) -> None:
     if predicted.peak > clearly * total:
         share = f"{predicted.gpu[predicted.largest] / GIB:,.1f} of it for {predicted.largest}"
         text, host = f"{predicted.peak / GIB:,.1f} GiB of {name}, {share}", total
-    raise ValueError(
-        f"seq_len={smallest.seq_len} batch_size={smallest.batch_size} "
-        f"memory={smallest.memory}: a step is predicted to take {text}, and there are "
-        f"{host / GIB:,.1f}; try {advice}"
-    )
+    tried = f"seq_len={smallest.seq_len} batch_size={smallest.batch_size} memory={smallest.memory}"
+    there = f"there are {host / GIB:,.1f}; try {advice}"
+    raise ValueError(f"{tried}: a step is predicted to take {text}, and {there}")
 
 
 def explain(step: Workload, steps_done: int, machine: Machine, used: float | None) -> str:

@@ -78,77 +78,100 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     if chip.flops is None or chip.bandwidth is None:
         return None
     workload = replace(workload, memory=workload.memory.filled(workload.memory.policy))
-    model, memory, e = workload.model, workload.memory, workload.activation_bytes
-    N, T, C = workload.batch_size * workload.seq_len, workload.seq_len, model.channels
-    N = -(-N // workload.context)  # of this device
-    # products: weights before and after attention, and weights of recomputed products
-    peak = chip.flops * (1.0 if e == 2 else 0.5)
-    blocks, L = model.blocks, model.layers
-    before = sum(block.attention.linears[0].weights for block in blocks) / L
-    after = sum(block.multiplied for block in blocks) / L - before
-    inner = sum(block.mlp.moved for block in blocks) / L
-    inner *= 1 if model.experts.clamp is None else CLAMPED
-    # A block makes its input again, by those from the last saved one on
-    more = sum(n % (memory.keep_every or 1) for n in range(L)) / L
-    again = memory.again * (before + after * (more + 1))
-    # A group of heads projects all of them, in both passes and for an output made again
-    groups = ceil(model.kv_heads / (memory.heads_at_once or model.kv_heads))
-    projected = groups * (2 + (memory.attention_again or 0.0)) - 2
-    again += before * projected
-    rate = PRODUCTS * C / (C + SMALL) * peak
-    added = workload.lora.parameters(model, of_token=True)
-    each = 4 if added else 6  # frozen weights have no gradient
-    fp8_layers = L - len(workload.bf16_layers) if workload.precision == "fp8" else 0
-    in_8_bits = fp8_layers / L
-    each_flop = (1 - in_8_bits) / rate + in_8_bits / (FP8 * C / (C + SMALL_FP8) * peak)
-    products = N * L * (each * (before + after) + 2 * again) * each_flop + 6 * N * added / rate
-    loss = each * N * int(model.vocab_size or 0) * C / rate
-    # bytes of elementwise kernels
-    widths = ADDED * added / (workload.lora.rank or 1)
-    moved = e * N * (L * (32 * C + 9 * inner) + widths) * (1 + 0.3 * memory.again)
-    moved += e * N * L * projected * 3 * (C + before / C)
-    if workload.lora.base:  # unpacked for each tile, for forward, again, and for gradients
-        whole = sum(block.weights for block in blocks)
-        passes = (3 + more) * whole + L * before * projected
-        moved += UNPACKED * -(-N // (memory.mlp_tile or N)) * passes
-    # FP8: inputs and gradients of products, read for their scale, read again and written both ways
-    ends = 4 * C + 2 * (model.heads + model.kv_heads) * model.head_size + 3 * model.ffn
-    # weights are read for their scale and for each copy
-    of_weights: float = (3 * (e if added else 4) + 2) * (before + after)
-    moved += fp8_layers * (N * (6 * ends + 3 * model.ffn) + of_weights)
+    micro, model, T = _MicroBatch(workload, chip), workload.model, workload.seq_len
     per_micro = {
         "attention": attention_seconds(workload, chip) + mixer_seconds(workload, chip),
-        "projections and MLP": products,
-        "loss": loss,
-        "norm, rope and copies": moved / (STREAM * chip.bandwidth),
+        "projections and MLP": micro.products(),
+        "loss": micro.each * micro.N * int(model.vocab_size or 0) * model.channels / micro.rate,
+        "norm, rope and copies": micro.moved() / micro.stream,
     }
-    # copies to the host and back, beyond the computation that hides them
-    away = predict(workload, 0).host[KEPT] if memory.offload else 0.0
-    # Weights come for forward and backward, and for each block that makes an input again
-    weights, _ = frozen_on_host(workload)
-    copied, tiled = (1 if memory.heads_at_once else 2) * away + weights * (more + 2), 0.0
-    compute, link = sum(per_micro.values()), min(LINK, chip.link)
-    # For each group of heads tiles come from the host, each while the one before is projected: the
-    # inputs of attention that runs again, then inputs and outputs for its backward
-    projecting = 2 * before / rate + 3 * e * (C + before / C) / (STREAM * chip.bandwidth)
-    for block, (x, out) in zip(blocks, read_from_host(workload), strict=False):
-        inputs, outputs = e * C * x / link, e * block.attention.query_size * out / link
-        tiled += (memory.attention_again or 0.0) * max(0.0, inputs - projecting)
-        tiled += max(0.0, inputs + outputs - projecting)
-    # In forward, a quarter, weights come behind what is saved
-    first = (away + weights) / link - BEHIND * compute / 4 if weights else 0.0
-    waiting = N * groups * tiled + max(0.0, copied / link - BEHIND * compute, first)
-    per_micro["waiting for the host"] = waiting
+    compute = sum(per_micro.values())
+    per_micro["waiting for the host"] = micro.waiting_for_host(compute)
     parts = {name: workload.accumulate * time for name, time in per_micro.items()}
     parts[OPTIMIZER] = update_seconds(workload, chip)
     if workload.devices > 1:
         exchanged = workload.accumulate * attention_exchange(workload, chip)
         weights = waiting_for_weights(workload, chip, compute)
         parts["waiting for other devices"] = exchanged + weights
-    tokens = N * workload.accumulate
-    pairs = sum(count * pairs_of(block.attention, T) for block, count in model.kinds) / L
-    flops = tokens * model.flops_per_token(pairs / T, added)
+    tokens = micro.N * workload.accumulate
+    pairs = sum(count * pairs_of(block.attention, T) for block, count in model.kinds) / micro.L
+    flops = tokens * model.flops_per_token(pairs / T, micro.added)
     return Seconds(parts, tokens * workload.devices, flops / sum(parts.values()) / chip.flops)
+
+
+class _MicroBatch:
+    """The computation of a micro-batch on one device, attention apart."""
+
+    def __init__(self, workload: Workload, chip: Chip) -> None:
+        assert chip.flops is not None and chip.bandwidth is not None
+        self.workload, self.model, self.memory = workload, workload.model, workload.memory
+        self.e, self.C, self.L = workload.activation_bytes, self.model.channels, self.model.layers
+        self.N = -(-workload.batch_size * workload.seq_len // workload.context)
+        self.link, self.stream = min(LINK, chip.link), STREAM * chip.bandwidth
+        self.peak = chip.flops * (1.0 if self.e == 2 else 0.5)
+        self.rate = PRODUCTS * self.C / (self.C + SMALL) * self.peak
+        # Weights of products before and after attention, in the mean over the blocks
+        blocks = self.model.blocks
+        self.before = sum(block.attention.linears[0].weights for block in blocks) / self.L
+        self.after = sum(block.multiplied for block in blocks) / self.L - self.before
+        # A block makes its input again, by those from the last saved one on
+        self.more = sum(n % (self.memory.keep_every or 1) for n in range(self.L)) / self.L
+        # A group of heads projects all of them, in both passes and for an output made again
+        self.groups = ceil(self.model.kv_heads / (self.memory.heads_at_once or self.model.kv_heads))
+        self.projected = self.groups * (2 + (self.memory.attention_again or 0.0)) - 2
+        self.added = workload.lora.parameters(self.model, of_token=True)
+        self.each = 4 if self.added else 6  # FLOPs of a weight: frozen ones have no gradient
+        self.fp8_layers = self.L - len(workload.bf16_layers) if workload.precision == "fp8" else 0
+
+    def products(self) -> float:
+        """Return the time of projections and MLP."""
+        again = self.memory.again * (self.before + self.after * (self.more + 1))
+        again += self.before * self.projected
+        in_8_bits = self.fp8_layers / self.L
+        each_flop = (1 - in_8_bits) / self.rate
+        each_flop += in_8_bits / (FP8 * self.C / (self.C + SMALL_FP8) * self.peak)
+        flops = self.N * self.L * (self.each * (self.before + self.after) + 2 * again)
+        return flops * each_flop + 6 * self.N * self.added / self.rate
+
+    def moved(self) -> float:
+        """Return the bytes that elementwise kernels read and write."""
+        e, N, C, L = self.e, self.N, self.C, self.L
+        model, lora, before = self.model, self.workload.lora, self.before
+        inner = sum(block.mlp.moved for block in model.blocks) / L
+        inner *= 1 if model.experts.clamp is None else CLAMPED
+        widths = ADDED * self.added / (lora.rank or 1)
+        moved = e * N * (L * (32 * C + 9 * inner) + widths) * (1 + 0.3 * self.memory.again)
+        moved += e * N * L * self.projected * 3 * (C + before / C)
+        if lora.base:  # unpacked for each tile, for forward, again, and for gradients
+            whole = sum(block.weights for block in model.blocks)
+            passes = (3 + self.more) * whole + L * before * self.projected
+            moved += UNPACKED * -(-N // (self.memory.mlp_tile or N)) * passes
+        # FP8: inputs and gradients of products, read for their scale, again, and written both ways
+        ends = 4 * C + 2 * (model.heads + model.kv_heads) * model.head_size + 3 * model.ffn
+        # weights are read for their scale and for each copy
+        of_weights: float = (3 * (e if self.added else 4) + 2) * (before + self.after)
+        return moved + self.fp8_layers * (N * (6 * ends + 3 * model.ffn) + of_weights)
+
+    def waiting_for_host(self, compute: float) -> float:
+        """Return the time of copies to the host and back beyond `compute`, which hides them."""
+        memory, before = self.memory, self.before
+        away = predict(self.workload, 0).host[KEPT] if memory.offload else 0.0
+        # Weights come for forward and backward, and for each block that makes an input again
+        weights, _ = frozen_on_host(self.workload)
+        copied = (1 if memory.heads_at_once else 2) * away + weights * (self.more + 2)
+        # For each group of heads tiles come from the host, each while the one before is projected:
+        # the inputs of attention that runs again, then inputs and outputs for its backward
+        projecting = 2 * before / self.rate + 3 * self.e * (self.C + before / self.C) / self.stream
+        tiled = 0.0
+        for block, (x, out) in zip(self.model.blocks, read_from_host(self.workload), strict=False):
+            inputs = self.e * self.C * x / self.link
+            outputs = self.e * block.attention.query_size * out / self.link
+            tiled += (memory.attention_again or 0.0) * max(0.0, inputs - projecting)
+            tiled += max(0.0, inputs + outputs - projecting)
+        # In forward, a quarter, weights come behind what is saved
+        first = (away + weights) / self.link - BEHIND * compute / 4 if weights else 0.0
+        waiting = max(0.0, copied / self.link - BEHIND * compute, first)
+        return self.N * self.groups * tiled + waiting
 
 
 def update_seconds(workload: Workload, chip: Chip) -> float:
@@ -180,9 +203,8 @@ def update_products(workload: Workload) -> list[tuple[int, float]]:
         return []
     times = getattr(workload.optimizer, "iterations", 5)
     # X Xᵀ and its product with X take 2 m² n each, its square 2 m³, for m <= n
-    shapes = [
-        (*sorted(shape), count) for shape, count in block_matrices(workload.model.blocks).items()
-    ]
+    matrices = block_matrices(workload.model.blocks).items()
+    shapes = [(*sorted(shape), count) for shape, count in matrices]
     return [(m, times * count * (4.0 * m * m * n + 2.0 * m**3)) for m, n, count in shapes]
 
 
@@ -235,9 +257,8 @@ def mixer_seconds(workload: Workload, chip: Chip) -> float:
     """Return the time of what mixers do besides matrices and attention in one micro-batch."""
     assert chip.flops is not None and chip.bandwidth is not None
     e, again = workload.activation_bytes, workload.memory.again
-    costs = [
-        x.attention.cost(e) for x in workload.model.blocks if isinstance(x.attention, MixerSpec)
-    ]
+    layers = (block.attention for block in workload.model.blocks)
+    costs = [layer.cost(e) for layer in layers if isinstance(layer, MixerSpec)]
     flops = (3 + again) * sum(cost.flops for cost in costs)
     # What is saved is written and read, each time it is made, and has a gradient
     moved = (4 + 2 * again) * sum(cost.saved for cost in costs)
