@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -74,34 +74,44 @@ def run(
             print(f"attention={backend}: strategy={fitting.name_of(chosen)} ({why})")
         print()
 
-    asked_for, rows = list[Workload](), list[dict[str, Any]]()
-    # Each backend in the layout of a run, with every policy and the settings found by auto
+    # Each backend in the layout of a run, with every policy: the step as asked, and as decided
+    pairs: list[tuple[Workload, Workload]] = []
     for backend in requests:
         decided, chosen, _ = in_layouts(backend)
         own = each[backend][decided.index(chosen)]
         for policy in dict.fromkeys([*own.memory.policies(), own.memory.policy]):
             named = replace(own, memory=replace(own.memory, policy=policy))
-            if not fitting.ways(named):  # the optimizer lacks the policy's state
-                continue
-            asked_for.append(named)
-            step = chosen if named == own else fitting.decide(named, chip, host, merge)
-            row = figures(step, chip, host)
-            # auto may have chosen what a policy does anyway
-            if all(row | {"memory": earlier["memory"]} != earlier for earlier in rows):
-                rows.append(row | {"memory": policy})
+            if fitting.ways(named):  # else the optimizer lacks the policy's state
+                step = chosen if named == own else fitting.decide(named, chip, host, merge)
+                pairs.append((named, step))
+    print_policies(pairs, chip, host)
+    if len(requests) > 1:
+        print(f"attention=auto: {fastest}, {reason}\n")
+    print_longest(requests, [named for named, _ in pairs], chip, host)
+
+
+def print_policies(pairs: list[tuple[Workload, Workload]], chip: Chip, host: float) -> None:
+    """Print memory and speed of each step, as asked and as decided, then memory by term."""
+    rows: list[dict[str, Any]] = []
+    for named, step in pairs:
+        row = figures(step, chip, host)
+        # auto may have chosen what a policy does anyway
+        if all(row | {"memory": earlier["memory"]} != earlier for earlier in rows):
+            rows.append(row | {"memory": named.memory.policy})
     columns = ("backend", "memory", "sequences", *SIZES, "fits", *SPEED)
     print_rows("Memory and speed", columns, rows)
     terms = [term.split()[0] for term in TERMS]
-    where = f" on each of {answered.devices:,} GPUs" if answered.devices > 1 else ""
+    where = f" on each of {step.devices:,} GPUs" if step.devices > 1 else ""
     grid(f"Predicted peak by term{where}, GiB", ("backend", "memory", *terms, "GiB"), rows)
-    if len(requests) > 1:
-        print(f"attention=auto: {fastest}, {reason}\n")
 
+
+def print_longest(backends: Iterable[str], steps: list[Workload], chip: Chip, host: float) -> None:
+    """Print the longest sequences by backend and the policy of each of `steps`."""
     columns = ("backend", "memory", "tokens", "sequences", *SIZES, *SPEED)
-    rows = []
-    for backend in requests:
-        steps = [step for step in asked_for if step.attention.label == backend]
-        for name, longest in lengths(steps, chip, host).items():
+    rows: list[dict[str, Any]] = []
+    for backend in backends:
+        own = [step for step in steps if step.attention.label == backend]
+        for name, longest in lengths(own, chip, host).items():
             cells = {} if longest is None else figures(longest, chip, host)
             rows.append({"backend": backend, "tokens": "none"} | cells | {"memory": name})
     print_rows("The longest sequences that fit, at about the same tokens per step", columns, rows)
@@ -232,10 +242,8 @@ def print_machine(step: Workload, chip: Chip, host: float, of_host: str) -> None
     print(f"{parameters}, {count} of {step.seq_len:,} tokens a step, {step.precision}{frozen}")
     if step.measured:
         print("transformers computes this model: speed is that of a family of ours of its sizes")
-    print(
-        f"{chip.name}, {chip.memory / GIB:.1f} GiB, {fitting.room(chip) / GIB:.1f} of them for "
-        f"tensors; host {host / GIB:,.0f} GiB{of_host}"
-    )
+    sizes = f"{chip.memory / GIB:.1f} GiB, {fitting.room(chip) / GIB:.1f} of them for tensors"
+    print(f"{chip.name}, {sizes}; host {host / GIB:,.0f} GiB{of_host}")
     if chip.generation != "hopper" and chip.flops is not None:
         print("predicted from its data sheet; flash has not run on such a card")
     if step.devices > 1:

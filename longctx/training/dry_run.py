@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,12 +90,8 @@ class RandomSequences(Dataset[dict[str, Tensor]]):
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(self.vocab_size, (self.seq_len + 1,), generator=generator)
         doc_ids = torch.arange(self.seq_len) // self.document
-        row = {
-            "tokens": tokens[:-1],
-            "targets": tokens[1:],
-            "doc_ids": doc_ids,
-            "padding": torch.tensor(0),
-        }
+        row = {"tokens": tokens[:-1], "targets": tokens[1:], "doc_ids": doc_ids}
+        row["padding"] = torch.tensor(0)
         if self.answers is None:
             return row
         is_last = doc_ids.diff(append=torch.tensor([-1])) != 0
@@ -137,9 +133,7 @@ def dry_run(
         with within_memory(workload.device):
             state = TrainState(run, parallel)
             times.append(now(on_gpu))
-            for step, batch in zip(
-                range(1, steps + 1), random_batches(run, document), strict=False
-            ):
+            for step, batch in enumerate(islice(random_batches(run, document), steps), start=1):
                 optimizer_step(state, batch, parallel)
                 times.append(now(on_gpu))
                 result.tokens = sum(micro.tokens.numel() for micro in batch)
@@ -188,23 +182,19 @@ def dry_run_in_child(
     with tempfile.TemporaryDirectory() as scratch:
         request_file, out = Path(scratch, "request.json"), Path(scratch, "out.json")
         request_file.write_text(json.dumps(request))
+        command = system.python_command("longctx.training.dry_run", str(request_file), str(out))
+        env = without_launcher(system.child_environment())
         try:
-            process = subprocess.run(
-                system.python_command("longctx.training.dry_run", str(request_file), str(out)),
-                env=without_launcher(system.child_environment()),
-                capture_output=True,
-                text=True,
-                timeout=seconds,
-            )
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
         except subprocess.TimeoutExpired:
             return DryRun([], failed=f"took longer than {seconds:.0f} s")
         if out.exists():
             return DryRun(**json.loads(out.read_text()))
     # The kernel kills a process if the machine has no memory left
-    if process.returncode == -9:
+    if done.returncode == -9:
         return DryRun([], failed=f"{OUT_OF_MEMORY}: the process was killed")
-    lines = [line for line in process.stderr.splitlines() if line.strip()]
-    return DryRun([], failed=lines[-1] if lines else f"exit code {process.returncode}")
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    return DryRun([], failed=lines[-1] if lines else f"exit code {done.returncode}")
 
 
 def longest_of(
@@ -223,14 +213,10 @@ def longest_of(
     if any(step.devices > 1 and (step.context > 1 or step.slices > 1) for step in steps):
         step = fitting.longest(candidates, fitting.room(gpu), host_memory, MULTIPLE, chip=gpu)
         if step is None:
-            raise ValueError(
-                f"seq_len=max: no length is predicted to fit {gpu.memory / GIB:.1f} GiB; use a "
-                "smaller model=, more devices=, or give a length"
-            )
-        say(
-            f"seq_len=max: {step.seq_len:,} tokens on {step.devices} GPUs, predicted to fit "
-            f"with {fitting.LEFT_FREE:.0%} left free, not tried"
-        )
+            problem = f"seq_len=max: no length is predicted to fit {gpu.memory / GIB:.1f} GiB"
+            raise ValueError(f"{problem}; use a smaller model=, more devices=, or give a length")
+        found = f"{step.seq_len:,} tokens on {step.devices} GPUs, predicted to fit"
+        say(f"seq_len=max: {found} with {fitting.LEFT_FREE:.0%} left free, not tried")
         return step
 
     def probe(workload: Workload) -> DryRun:
@@ -273,19 +259,15 @@ def longest_probed(
             longest = workload
         peak = measured.memory.get("memory_peak_gib", 0.0) * GIB
         outcome = f"fit in {peak / GIB:.1f} GiB" if fit else "do not fit"
-        say(
-            f"seq_len=max: {workload.seq_len:,} tokens with memory={workload.memory} "
-            f"{outcome} ({predicted / GIB:.1f} GiB predicted)"
-        )
+        outcome += f" ({predicted / GIB:.1f} GiB predicted)"
+        say(f"seq_len=max: {workload.seq_len:,} tokens with memory={workload.memory} {outcome}")
         # If memory ran out, the need is not known, but it is more than there is
         at_least = 1.06 * max(scale, room / scale / predicted)
         scale = peak / predicted if fit and peak else at_least
     if longest is None:
         lengths = ", ".join(f"{length:,}" for length in tried) or "none"
-        raise ValueError(
-            f"seq_len=max: no length fits {gpu.memory / GIB:.1f} GiB (tried: {lengths}); use a "
-            "smaller model=, or give a length"
-        )
+        problem = f"seq_len=max: no length fits {gpu.memory / GIB:.1f} GiB (tried: {lengths})"
+        raise ValueError(f"{problem}; use a smaller model=, or give a length")
     return longest
 
 
