@@ -49,25 +49,12 @@ def by_hash(stores: Sequence[Store], fractions: Mapping[str, float | None]) -> l
     texts, text = np.unique(hashes.astype(np.uint64), return_inverse=True)
     sizes = np.zeros((len(texts), len(stores)), np.int64)  # bytes of (text, store)
     np.add.at(sizes, (text, owner), np.concatenate([store.n_bytes for store in stores]))
-    in_store, total = sizes > 0, sizes.sum(axis=0)
-    wanted = np.array([*map(_wanted, total.tolist(), fractions.values())])
-    missing = wanted.copy()
-    # Next to one long text all others may be few bytes: half of the texts are trained on
-    room = np.where(2 * wanted <= total, in_store.sum(axis=0) // 2, len(texts))
-    enough = np.maximum(1, (1 - NEARLY) * wanted).astype(np.int64)  # bytes that may be missing
-    validates = np.zeros(len(texts), bool)
-    # In the order of their hashes: the same text is on the same side next to any others
-    for number in np.argsort(splitmix(texts), kind="stable").tolist():
-        if (missing < enough).all():
-            break
-        fits = (sizes[number] <= np.where(missing < enough, 0, missing)).all()
-        if fits and (room >= in_store[number]).all():
-            validates[number] = True
-            missing -= sizes[number]
-            room -= in_store[number]
+    wanted = np.array([*map(_wanted, sizes.sum(axis=0).tolist(), fractions.values())])
+    validates = whole_texts(texts, sizes, wanted)
+    missing = wanted - sizes[validates].sum(axis=0)
     trained = np.where(validates[text], 0, lengths)
     # Few long texts leave too little: the end of the longest validates, or one conversation
-    is_in_one_store = in_store.sum(axis=1) == 1
+    is_in_one_store = (sizes > 0).sum(axis=1) == 1
     for number, (prefix, store) in enumerate(zip(fractions, stores, strict=True)):
         own = np.flatnonzero(owner == number)
         others = own[(trained[own] > 0) & is_in_one_store[text[own]]]
@@ -91,6 +78,27 @@ def by_hash(stores: Sequence[Store], fractions: Mapping[str, float | None]) -> l
         message = f"{problem}{shared}, into training and validation; {advice}"
         refuse((is_unsplit or not trained[own].any(), message))
     return np.split(trained, np.cumsum([len(store) for store in stores])[:-1])
+
+
+def whole_texts(texts: np.ndarray, sizes: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Return which texts, hashes (n,), validate whole, (n,) bool: of their `sizes` (n, stores) so
+    many that no store has more than its `wanted` bytes.
+    """
+    in_store, missing = sizes > 0, wanted.copy()
+    # Next to one long text all others may be few bytes: half of the texts are trained on
+    room = np.where(2 * wanted <= sizes.sum(axis=0), in_store.sum(axis=0) // 2, len(texts))
+    enough = np.maximum(1, (1 - NEARLY) * wanted).astype(np.int64)  # bytes that may be missing
+    validates = np.zeros(len(texts), bool)
+    # In the order of their hashes: the same text is on the same side next to any others
+    for number in np.argsort(splitmix(texts), kind="stable").tolist():
+        if (missing < enough).all():
+            break
+        fits = (sizes[number] <= np.where(missing < enough, 0, missing)).all()
+        if fits and (room >= in_store[number]).all():
+            validates[number] = True
+            missing -= sizes[number]
+            room -= in_store[number]
+    return validates
 
 
 def _wanted(total: int, fraction: float | None) -> int:
