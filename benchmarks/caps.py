@@ -114,7 +114,7 @@ def together(
                 return None
             seconds = max(left, 60.0)
             row = point(x.run, x.warm, 1, DOCUMENT, validate=True, gib=x.gib, seconds=seconds)
-        row |= {"name": x.name, "moment": predicted.moment, "cap_gib": x.gib, **x.about}
+        row |= {"name": x.name, "moment": predicted.phase, "cap_gib": x.gib, **x.about}
         outcome = row["failed"] or f"{row['measured_gib']:.2f} GiB, predicted {off(row['error'])}"
         print(f"{x.name}: {outcome}", flush=True)
         return row

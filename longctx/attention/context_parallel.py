@@ -75,7 +75,7 @@ class Shards:
     def __init__(self, context: Context, length: int, order: Tensor | None = None) -> None:
         self.context, self.ranks, self.length, self.order = context, context.ranks, length, order
         if order is not None:
-            self.places = order.argsort(dim=1)
+            self.inverse = order.argsort(dim=1)
             self.chunk = length // order.shape[1]
 
     def local(self, x: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class Shards:
     def at(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return (B, m, C) of all ranks' x (B, n, C), at `positions` (B, m) of the sequences."""
         if self.order is not None:
-            chunks = self.places.expand(len(positions), -1).gather(1, positions // self.chunk)
+            chunks = self.inverse.expand(len(positions), -1).gather(1, positions // self.chunk)
             positions = chunks * self.chunk + positions % self.chunk
         n = x.shape[1]
         index = (positions % n)[..., None].expand(-1, -1, x.shape[-1])
@@ -116,7 +116,7 @@ class Shards:
         assert mask.first is not None and mask.last is not None
         if self.order is not None:
             first, last = self.local(mask.first), self.local(mask.last)
-            exchange = AllGather(self.ranks, self.order, self.places)
+            exchange = AllGather(self.ranks, self.order, self.inverse)
             return Mask.bound(first, last, self.length).exchanged(exchange)
         n = self.length // self.ranks.count
         if not self.context.fetches_windows or mask.window is None or mask.window - 1 > n:
@@ -151,7 +151,7 @@ class _Gathered(torch.autograd.Function):
         parts = [torch.empty_like(x) for _ in range(shards.ranks.count)]
         dist.all_gather(parts, x.contiguous(), group=shards.ranks.process_group)
         whole = torch.cat(parts, dim=1)
-        return whole if shards.order is None else in_order(whole, shards.places, shards.chunk)
+        return whole if shards.order is None else in_order(whole, shards.inverse, shards.chunk)
 
     @staticmethod
     @once_differentiable

@@ -147,11 +147,11 @@ class AllGather(Exchange):
     """Keys and values of all tokens, for this rank's queries.
 
     `order` (B or 1, N/C) lists the chunks of C tokens of a sequence in the order of the ranks;
-    `places` is its inverse. A group of heads takes as much memory as Ulysses would.
+    `inverse` is its inverse. A group of heads takes as much memory as Ulysses would.
     """
 
-    def __init__(self, ranks: Ranks, order: Tensor, places: Tensor) -> None:
-        self.ranks, self.order, self.places = ranks, order, places
+    def __init__(self, ranks: Ranks, order: Tensor, inverse: Tensor) -> None:
+        self.ranks, self.order, self.inverse = ranks, order, inverse
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor, *like_q: Tensor) -> Iterable[tuple[Any, ...]]:
         size = allgather_group(k.shape[2], self.ranks.count)
@@ -163,7 +163,7 @@ class AllGather(Exchange):
             ranks = self.ranks.count, self.ranks.group
             yield (
                 q[:, :, queries],
-                *all_gather_rows(sent, self.order, self.places, *ranks).chunk(2, dim=2),
+                *all_gather_rows(sent, self.order, self.inverse, *ranks).chunk(2, dim=2),
                 *(x[:, :, queries] for x in like_q),
             )
 
@@ -226,7 +226,7 @@ def all_to_all(x: Tensor, group: str) -> Tensor:
 
 
 @torch.library.custom_op("longctx::all_gather_rows", mutates_args=())
-def all_gather_rows(x: Tensor, order: Tensor, places: Tensor, ranks: int, group: str) -> Tensor:
+def all_gather_rows(x: Tensor, order: Tensor, inverse: Tensor, ranks: int, group: str) -> Tensor:
     """Return (B, N, H, D) in the sequence's order, of every rank's x (B, n, H, D)."""
     # the ranks' parts arrive in the order of the ranks
     received = x.new_empty(ranks, *x.shape)
@@ -234,7 +234,7 @@ def all_gather_rows(x: Tensor, order: Tensor, places: Tensor, ranks: int, group:
     with measured():
         all_gather(received.flatten(0, 1), x, group=_groups[group])
     rows = received.transpose(0, 1).flatten(1, 2)
-    return in_order(rows, places, rows.shape[1] // places.shape[1])
+    return in_order(rows, inverse, rows.shape[1] // inverse.shape[1])
 
 
 @torch.library.custom_op("longctx::sum_rows", mutates_args=())
@@ -274,7 +274,7 @@ def _(x: Tensor, *_: Any) -> Tensor:
 
 
 @all_gather_rows.register_fake
-def _(x: Tensor, order: Tensor, places: Tensor, ranks: int, group: str) -> Tensor:
+def _(x: Tensor, order: Tensor, inverse: Tensor, ranks: int, group: str) -> Tensor:
     return x.new_empty(x.shape[0], ranks * x.shape[1], *x.shape[2:])
 
 

@@ -238,7 +238,7 @@ def checked_jobs(arguments: Iterable[str]) -> list[list[str]]:
     sweep_jobs = parse.jobs(arguments)
     # The commit of a model of the Hub is asked for once, for all jobs
     for job in sweep_jobs:
-        # A mistake in the last job is told before the first one trains
+        # A mistake in the last job is reported before the first one trains
         config = compose("train", job).config
         why = "each job of a sweep is a new run with a name of its own; leave it out"
         one_run = {"resume": config.resume, "name": config.name} if len(sweep_jobs) > 1 else {}

@@ -49,7 +49,7 @@ class Document(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        """Return what stands for the text in the split."""
+        """Return the hash by which the split knows the text."""
         return exact_key(self.origin or self.whole)
 
     @property

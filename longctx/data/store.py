@@ -224,7 +224,7 @@ def _marked(document: Document, encode: Callable[..., Any]) -> tuple[np.ndarray,
     ids, marks = [], []
     for side in document.sides:
         tokens, scored = encode(side.text, side.spans or [])
-        scored[:1] = False  # nothing stands before it to predict it from
+        scored[:1] = False  # no token before it predicts it
         ids.append(tokens)
         marks.append(scored + np.uint8(2 * side.side))
     return np.concatenate(ids), np.concatenate(marks).astype(np.uint8)

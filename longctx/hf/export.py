@@ -278,7 +278,7 @@ def additions(model: GPT, in_wrapper: bool) -> tuple[dict[str, Tensor], list[str
             # For the sake of kernels that read its weight past the module
             refused = f"adapter=true: peft refuses {name} of this family; {MERGED}"
             refuse((name.endswith("mixer.out_proj"), refused))
-            # A wrapper's language model lies one level deeper
+            # A wrapper's language model is one level deeper
             if in_wrapper:
                 name = name.replace("model.", "model.language_model.", 1)
             if layer.experts == 1:

@@ -28,7 +28,7 @@ from longctx.spec.parts import Piece
 
 
 def check_weights(config: GPTConfig, folder: Path) -> dict[str, Stored]:
-    """Return the place of each tensor of `folder`, if they make the model of its config.json and
+    """Return the position of each tensor of `folder`, if they make the model of its config.json and
     `config` has room for their vocabulary.
 
     Only headers are read. Raises ValueError, one line, for a missing, unexpected or mis-shaped

@@ -1,6 +1,6 @@
 """Weights of Hugging Face folders. Nothing in a folder is run: JSON and safetensors only.
 
-Which models are covered, and how their config.json and their tensors are to be read, stands in
+Which models are covered, and how their config.json and their tensors are to be read, is in
 `longctx.hf.families`: the models there compute in transformers what GPT computes here.
 """
 

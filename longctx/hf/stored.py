@@ -30,7 +30,7 @@ MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of bits 000 to 111; then neg
 
 
 class Stored(NamedTuple):
-    """The place of a tensor in a file."""
+    """The position of a tensor in a file."""
 
     file: Path
     shape: tuple[int, ...]
@@ -91,7 +91,7 @@ def shards_of(folder: Path) -> list[str]:
         return [SINGLE]
     placed = untrusted.read_settings(index).get("weight_map")
     if not isinstance(placed, dict) or not placed:
-        raise ValueError(f"{index}: no weight_map that says which tensor lies in which file")
+        raise ValueError(f"{index}: no weight_map that says which file has which tensor")
     for name in placed.values():
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*\.safetensors", name):
             raise ValueError(f"{index}: {name!r} is not the name of a safetensors file beside it")

@@ -51,7 +51,7 @@ def read_weights(config: TransformersConfig, folder: Path) -> Any:
 
 
 def check_weights(config: TransformersConfig, folder: Path) -> dict[str, Stored]:
-    """Return the place of each tensor; transformers checks names and shapes when it reads."""
+    """Return the position of each tensor; transformers checks names and shapes when it reads."""
     return inventory(folder)
 
 

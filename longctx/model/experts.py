@@ -142,8 +142,8 @@ def grouped_outer(dy: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype) -> Te
     """Return dyᵀ x of each expert's rows, of dy (M, O) and x (M, I), stacked: (E·O, I)."""
     if x.is_cuda and x.itemsize == 2:
         return F.grouped_mm(dy.t(), x, offs=ends).to(dtype).flatten(0, 1)
-    places = ends[:-1].tolist()
-    pairs = zip(dy.tensor_split(places), x.tensor_split(places), strict=True)
+    borders = ends[:-1].tolist()
+    pairs = zip(dy.tensor_split(borders), x.tensor_split(borders), strict=True)
     return torch.cat([part.t() @ rows for part, rows in pairs]).to(dtype)
 
 

@@ -173,14 +173,14 @@ class _Tape:
             tensors["x"] = x
         self.saved[layer] = self.holder(layer, layer, tensors)
 
-    def holder(self, layer: int, place: int, tensors: dict[str, Tensor]) -> SavedTensors:
-        """Return `tensors` of block `layer`, on the host if the block is offloaded; below 0 `place`
+    def holder(self, layer: int, slot: int, tensors: dict[str, Tensor]) -> SavedTensors:
+        """Return `tensors` of block `layer`, on the host if the block is offloaded; below 0 `slot`
         is that of tensors made again, on the host if backward reads them there.
         """
         offload = self.memory.offload or 0.0
-        is_offloaded = layer < round(offload * len(self.blocks)) if place >= 0 else self.reads_host
+        is_offloaded = layer < round(offload * len(self.blocks)) if slot >= 0 else self.reads_host
         has_buffers = is_offloaded and tensors
-        buffers = HostBuffers.of(self.blocks[0], self.device, place) if has_buffers else None
+        buffers = HostBuffers.of(self.blocks[0], self.device, slot) if has_buffers else None
         return SavedTensors(tensors, buffers)
 
     def tensors(self, saved: SavedTensors) -> dict[str, Tensor]:
@@ -206,8 +206,8 @@ class _Tape:
         saved = self.tensors(self.saved[layer])
         if "out" not in saved:
             if layer not in self.outputs:
-                place = -2 - layer % self.every
-                self.outputs[layer] = self.holder(layer, place, self.attend(layer, x))
+                slot = -2 - layer % self.every
+                self.outputs[layer] = self.holder(layer, slot, self.attend(layer, x))
             saved = self.tensors(self.outputs[layer])
         return saved
 

@@ -58,6 +58,7 @@ def run(
     # The answer comes first: many read no further
     fastest, reason = asked, ""
     if len(requests) > 1:
+        # All backends are compared in one step: the fastest settings of the plainest layout
         plain = next(iter(each.values()))[0]
         plain = replace(plain, memory=fitting.ways(plain)[0][0][0])
         fastest, reason = fitting.fastest_backend(plain, list(requests), chip)

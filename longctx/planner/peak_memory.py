@@ -1,11 +1,11 @@
-"""Peak memory of a training step, predicted: the tensors alive at each moment at which many are.
+"""Peak memory of a training step, predicted: the tensors alive in each phase in which many are.
 Free of torch.
 
-The largest moment is the peak, as `torch.cuda.max_memory_allocated` counts it. torch.compile's
+The largest phase is the peak, as `torch.cuda.max_memory_allocated` counts it. torch.compile's
 partitioner decides what a block keeps (recompute=none), or longctx.model.recompute does; tests
 compare both with the real thing.
 
-Letters: N tokens of a micro-batch in B rows of T; C channels, F ffn, H and Hkv heads of D, L
+Letters: N tokens of a micro-batch in B sequences of T; C channels, F ffn, H and Hkv heads of D, L
 layers, V words; e bytes of an activation. "Saved" is what forward leaves for backward.
 """
 
@@ -35,16 +35,16 @@ CUBLAS = 65 * 2**20
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by term: of a GPU, at the moment of a step when it holds most, and of the host."""
+    """Bytes by term: of a GPU, in the phase of a step when it holds most, and of the host."""
 
-    moment: str
+    phase: str
     gpu: Terms
     host: Terms = field(default_factory=dict)
     saved: float = 0.0  # of a checkpoint: what this process writes of it
 
     @property
     def peak(self) -> float:
-        """Bytes of the GPU at that moment."""
+        """Bytes of the GPU in that phase."""
         return sum(self.gpu.values())
 
     @property
@@ -54,16 +54,16 @@ class Memory:
 
 
 def predict(workload: Workload, enough: float = inf) -> Memory:
-    """Return the peak memory of a step on one device, or the first moment that takes more than
+    """Return the peak memory of a step on one device, or the first phase that takes more than
     `enough` bytes; ValueError if memory=auto is undecided.
     """
     step, peak = _Step(workload), -1.0
-    for name, terms in step.moments():
+    for name, terms in step.phases():
         if (size := sum(terms.values())) > peak:
-            peak, moment, gpu = size, name, terms
+            peak, phase, gpu = size, name, terms
         if peak > enough:
             break
-    return Memory(moment, {term: gpu.get(term, 0.0) for term in TERMS}, step.host(), step.saved())
+    return Memory(phase, {term: gpu.get(term, 0.0) for term in TERMS}, step.host(), step.saved())
 
 
 class _Costs(NamedTuple):
@@ -168,7 +168,7 @@ class _Step:
         return _Costs(saved, peak, peak + self.exchanged + workspace)
 
     def of_passes(self) -> Iterator[tuple[str, Terms]]:
-        """Yield the moments of forward and backward."""
+        """Yield the phases of forward and backward."""
         always = self.always
         gradients = FP32 * self.trained / self.slices
         embedding = self.gradient * self.V * self.C
@@ -232,15 +232,15 @@ class _Step:
             half, own = "attention", {ATTENTION: costs.attention, KEPT: saved - costs.freed}
         return f"backward of block {at}, {half}", _sum(self.always, gradients, own, self.brought())
 
-    def moments(self) -> Iterator[tuple[str, Terms]]:
-        """Yield every moment that can be the peak, with its bytes by term."""
+    def phases(self) -> Iterator[tuple[str, Terms]]:
+        """Yield every phase that can be the peak, with its bytes by term."""
         yield from self.of_passes()
         resting = self.always
         gradients = {GRADIENTS: FP32 * self.trained / self.slices}
         if self.captured:
             # The graphs' memory pool, gradients among it, stays as large as the passes need: what
             # is no graph of theirs comes on top.
-            resting = max(self.of_passes(), key=lambda moment: sum(moment[1].values()))[1]
+            resting = max(self.of_passes(), key=lambda phase: sum(phase[1].values()))[1]
             gradients = {}
         workspace = {OPTIMIZER: update_workspace(self.workload)}
         yield "optimizer", _sum(resting, gradients, workspace)
@@ -255,10 +255,10 @@ class _Step:
     @cached_property
     def always(self) -> Terms:
         """Parameters, optimizer state, and the tensors that all layers read."""
-        row_tokens = self.B * self.T  # every device of a row has all of it
+        sequence_tokens = self.B * self.T  # devices that share a sequence have all of it
         # Tokens, targets, doc_ids, int64; CUDA graphs read those of a micro-batch from one place.
-        batch = 24 * row_tokens * (self.workload.accumulate + self.captured)
-        mask = (16 + 8) * row_tokens  # first, last of queries and of keys; positions
+        batch = 24 * sequence_tokens * (self.workload.accumulate + self.captured)
+        mask = (16 + 8) * sequence_tokens  # first, last of queries and of keys; positions
         # cos and sin of each pair, and the factor of queries
         rope = FP32 * self.N * sum(x.size + bool(x.growth) for x in self.model.ropes())
         away, _ = frozen_on_host(self.workload)
@@ -359,11 +359,11 @@ class _Step:
         """Return the bytes of a block's forward without gradients."""
         return max(block_memory.forward(block, through) for block, _ in self.model.kinds)
 
-    def validation(self, rows: int, length: int) -> Terms:
+    def validation(self, sequences: int, length: int) -> Terms:
         """Return the bytes of a forward without gradient, in which blocks run uncompiled."""
-        tokens = rows * -(-length // self.workload.context)
+        tokens = sequences * -(-length // self.workload.context)
         tile = min(self.memory.mlp_tile or tokens, tokens)
-        through = self.workload.pass_of(rows, length, self.in_8_bits[0])
+        through = self.workload.pass_of(sequences, length, self.in_8_bits[0])
         # In memory: masked scores, their distance to the lse, and its exp
         attention = self.workload.attention
         has_scores = any(x.description.score_bytes for x in attention.each)

@@ -11,7 +11,7 @@ it. Between machines every device has a network adapter of its own:
     gather, reduce    rings (NCCL): each passes on the part received last, and a machine's rings
                       leave it by all its adapters together
 
-Letters of exchanges: P ranks of a sequence of N tokens, n = N/P; H and Hkv heads of D channels; e
+Letters of exchanges: P ranks of B sequences of N tokens, n = N/P; H and Hkv heads of D channels; e
 bytes of an activation.
 """
 
@@ -220,13 +220,13 @@ def attention_of_layers(workload: Workload, layers: list[int], chip: Chip) -> fl
     assert chip.flops is not None and chip.bandwidth is not None
     own = workload.model.blocks[layers[0]].attention
     part = own.softmax if isinstance(own, MixerSpec) else own  # calls may have other heads
-    rows, length = workload.batch_size, workload.seq_len
+    sequences, length = workload.batch_size, workload.seq_len
     description = workload.attention.of_window(own.window).description
-    passing = workload.pass_of(rows, length, window=own.window)
+    passing = workload.pass_of(sequences, length, window=own.window)
     runs_again = len(set(attends_again(workload)).intersection(layers)) / len(layers)
     is_saved = description.has_backward and not isinstance(own, MixerSpec)
     runs_again += 0 if is_saved else workload.memory.again
-    heads = rows * part.model.heads / workload.context
+    heads = sequences * part.model.heads / workload.context
     if description.score_bytes is not None:
         calls = len(layers) * getattr(own, "softmax_calls", 1)
         forward, backward = description.score_bytes
@@ -282,25 +282,25 @@ def attention_exchange(workload: Workload, chip: Chip) -> float:
 
 def _exchange_of_layer(workload: Workload, window: int | None, chip: Chip) -> float:
     model, ranks = workload.model, workload.context
-    e, rows = workload.activation_bytes, workload.batch_size
+    e, B = workload.activation_bytes, workload.batch_size
     n = ceil(workload.seq_len / ranks)
     q, kv = model.heads * model.head_size, 2 * model.kv_heads * model.head_size
     if exchanges_halo(workload, window):
         # keys and values, again in backward, and their gradients back
         assert window is not None
-        sent = 3 * e * kv * (window - 1) * rows
+        sent = 3 * e * kv * (window - 1) * B
         inside = ranks <= workload.devices_per_machine
         return sent / (chip.link if inside else chip.network)
     if workload.context_method == "allgather":
         # k and v in forward and in backward, group of heads by group; partial sums of their
         # gradients in fp32
-        gathered = 2 * ring(e * kv * n * ranks * rows, workload.head_parts, ranks, workload, chip)
-        return gathered + all_to_all(FP32 * kv * n * ranks * rows, workload, chip)
+        gathered = 2 * ring(e * kv * n * ranks * B, workload.head_parts, ranks, workload, chip)
+        return gathered + all_to_all(FP32 * kv * n * ranks * B, workload, chip)
     # forward q, k, v and the output; backward those, the output's gradient, and dq, dk, dv; and
     # q, k and v once more if they are computed again
     kv *= kv_copies(model.heads, model.kv_heads, ranks)
     each = 4 * q + 2 * kv + workload.memory.again * (2 * q + kv)
-    return all_to_all(e * each * n * rows, workload, chip)
+    return all_to_all(e * each * n * B, workload, chip)
 
 
 def all_to_all(sent: float, workload: Workload, chip: Chip) -> float:

@@ -30,7 +30,7 @@ from longctx.training.batches import micro_batch
 from longctx.training.run import Run
 from longctx.training.train_step import TrainState, optimizer_step
 
-# Limits of the small run
+# Limits of the reduced run
 LENGTH = {"cuda": 2048, "cpu": 192}  # tokens of a sequence
 FEW = 2  # sequences of a micro-batch, and micro-batches
 WORDS = 8192  # of the vocabulary, modulo which tokens are taken
@@ -54,46 +54,46 @@ def compare_with_one(run: Run, data: Data, parallel: Parallel) -> dict[str, floa
     """Check `run` before its first step, and leave no trace; every rank calls it. Return the
     differences of the loss, and of the gradient that differs most. Raises CheckFailed.
     """
-    trial = small(run)
-    work = trial.workload
-    groups = [sequences_of(trial, data, rank) for rank in range(work.data_ranks)]
+    reduced = small(run)
+    workload = reduced.workload
+    groups = [sequences_of(reduced, data, rank) for rank in range(workload.data_ranks)]
     one: dict[str, Any] = {"devices": 1, "strategy": "none", "context": 1, "compile": False}
-    one |= {"graphs": "false", "accumulate": work.accumulate * work.data_ranks}
+    one |= {"graphs": "false", "accumulate": workload.accumulate * workload.data_ranks}
 
-    def step_of(trial: Run, ranks: Parallel, moves: bool = False) -> Result:
+    def step_of(reduced: Run, ranks: Parallel, moves: bool = False) -> Result:
         if ranks.ranks == 1:
-            trial = replace(trial, workload=replace(trial.workload, **one))
+            reduced = replace(reduced, workload=replace(reduced.workload, **one))
         mine = chain(*groups[ranks.data_rank :: ranks.data_ranks])
-        return result(TrainState(trial, ranks), list(mine), ranks, moves)
+        return result(TrainState(reduced, ranks), list(mine), ranks, moves)
 
-    exactly, ours, theirs = parallel, step_of(trial, parallel), step_of(trial, parallel.alone())
+    exactly, ours, theirs = parallel, step_of(reduced, parallel), step_of(reduced, parallel.alone())
     # bf16 rounds differently on each layout: it is held to the distance of one rank from fp32. Then
     # all ranks are compared in fp32 too, where smaller mistakes show
-    if work.precision != "fp32":
-        config = replace(trial.config, precision="fp32")
+    if workload.precision != "fp32":
+        config = replace(reduced.config, precision="fp32")
         exactly = replace(parallel, dtype=torch.float32)
-        exact = replace(work, precision="fp32", compile=False)
+        exact = replace(workload, precision="fp32", compile=False)
         try:
-            check_attention(config, work.model, work.device)
+            check_attention(config, workload.model, workload.device)
         except ValueError:  # such as flash_attn's
             exact = replace(exact, attention=AttentionConfig("naive"))
-        trial = replace(trial, config=config, workload=exact)
-        rounded, theirs = theirs, step_of(trial, exactly.alone())
+        reduced = replace(reduced, config=config, workload=exact)
+        rounded, theirs = theirs, step_of(reduced, exactly.alone())
         of_rounding = differences(rounded, theirs, parallel)
         allowed = {name: max(TIMES * x, BF16) for name, x in of_rounding.items()}
         require(differences(ours, theirs, parallel), allowed)
-        ours = step_of(trial, exactly)
+        ours = step_of(reduced, exactly)
     found = differences(ours, theirs, parallel)
     allowed = dict.fromkeys(found, FP32) | {"gradient norm": 10 * FP32}
     if any(not x <= allowed[name] for name, x in found.items()):
-        rounding = differences(step_of(trial, exactly.alone(), moves=True), theirs, parallel)
+        rounding = differences(step_of(reduced, exactly.alone(), moves=True), theirs, parallel)
         allowed = {name: max(x, 2 * TIMES * rounding[name]) for name, x in allowed.items()}
     require(found, allowed)
     # Leave nothing behind that the run would notice: memory, or code compiled for short sequences
-    if work.compile:
+    if workload.compile:
         torch._dynamo.reset()
     gc.collect()
-    if work.device == "cuda":
+    if workload.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     return {"loss": found.pop("loss"), "gradients": max(found.values())}

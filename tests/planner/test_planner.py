@@ -84,7 +84,7 @@ def test_texts_with_pass_keys_longer_than_rows_count():
 
     within, longer = naive("passkey.lengths=[512]"), naive("passkey.lengths=[512,32768]")
     assert predict(within).peak == predict(naive()).peak
-    assert predict(longer).moment == "pass keys"
+    assert predict(longer).phase == "pass keys"
     assert predict(longer).gpu[peak_memory.ATTENTION] == 12 * 32768**2 * 12
 
 
@@ -262,7 +262,7 @@ def test_a_checkpoints_copy_is_counted_if_it_fits():
 def test_ddp_keeps_all_gradients_all_the_time():
     step = one_b("memory=fast", seq_len=4096, batch_size=4, accumulate=1)
     shared = replace(step, devices=2, strategy="ddp")
-    kept = [dict(_Step(x).moments())["loss"][peak_memory.GRADIENTS] for x in (step, shared)]
+    kept = [dict(_Step(x).phases())["loss"][peak_memory.GRADIENTS] for x in (step, shared)]
     assert kept == [0, 4 * step.model.parameters()]
 
 

@@ -54,7 +54,7 @@ BETA = "llama_4_scaling_beta"
 
 
 class Ministral3(Family):
-    """The growth stands among the rope_parameters, with the length that both share."""
+    """The growth is among the rope_parameters, with the length that both share."""
 
     def read(self, source: ConfigJson) -> GPTConfig:
         place, rope = source.rope_key, source.get(source.rope_key) or self.rope
@@ -72,7 +72,7 @@ class Ministral3(Family):
         return {"query_growth": [source.number(BETA), float(source.size(ORIGINAL))]}
 
     def beside(self, config: GPTConfig) -> dict[str, Any]:
-        """Return what stands among the rope_parameters besides RoPE's."""
+        """Return the keys among the rope_parameters besides RoPE's."""
         beta, tokens = config.query_growth
         return {BETA: beta, ORIGINAL: int(tokens)}
 

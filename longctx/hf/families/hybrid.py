@@ -274,7 +274,7 @@ class DeepseekV2(Latent):
 
 
 class Mistral4(Latent, Ministral3):
-    """Rotary channels are a share of all, which stands among the rope_parameters."""
+    """Rotary channels are a share of all, which is among the rope_parameters."""
 
     def read(self, source: ConfigJson) -> GPTConfig:
         rotary = source.size("qk_rope_head_dim")

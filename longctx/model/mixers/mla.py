@@ -55,9 +55,9 @@ class LatentAttention(Mixer):
     @classmethod
     def problem(cls, spec: MixerSpec) -> str | None:
         # Kernels have one size of heads, so values are padded to that of keys
-        most = spec.softmax.model.head_size
-        fits = min(given := sizes(spec)) >= 0 and given[2] <= most
-        rule = f"give ranks from 1, and value_size up to {most}, the size of a key"
+        limit = spec.softmax.model.head_size
+        fits = min(given := sizes(spec)) >= 0 and given[2] <= limit
+        rule = f"give ranks from 1, and value_size up to {limit}, the size of a key"
         return super().problem(spec) if fits else f"q_rank, kv_rank, value_size={given}: {rule}"
 
     @classmethod
