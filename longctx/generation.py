@@ -46,8 +46,7 @@ def load(
     precision: str = "auto",
     attention: str | None = None,
 ) -> tuple[GPT, Tokenizer]:
-    """Load the model and the tokenizer of a run, a checkpoint, a Hugging Face folder, or a model of
-    the Hub.
+    """Load the model and tokenizer of a run, a checkpoint, a Hugging Face folder or a Hub model.
 
     The arguments are those of `longctx generate`. The model is in eval mode and its parameters need
     no gradients. Raises ValueError or OSError, one line, if it cannot be read or run so.
@@ -102,8 +101,7 @@ def run(config: GenerateConfig) -> int:
 
 
 def chat(config: ChatConfig) -> int:
-    """Answer the lines of stdin until its end, each after all messages before it; return the exit
-    code.
+    """Answer each line of stdin after all messages before it, until its end; return the exit code.
 
     The template writes the whole conversation before each answer, and the model reads it anew: the
     template may write earlier answers differently once others follow, so a cache of keys and values
@@ -163,9 +161,7 @@ class Engine:
         self.tokens, self.seconds = 0, 0.0  # of new tokens, prompts read
 
     def run(self, task: Callable[[], None]) -> int:
-        """Read the weights, call `task`, print the speed, and return the exit code: 1, after one
-        line, if memory runs out.
-        """
+        """Read the weights, call `task`, print the speed; return 0, or 1 if memory runs out."""
         try:
             with devices.within_memory(self.device):
                 self.load()

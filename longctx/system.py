@@ -172,9 +172,7 @@ def exit_with(code: int) -> NoReturn:
 
 
 def exit_within(seconds: float, code: int) -> None:
-    """End this process after `seconds` if something holds its exit up, such as NCCL waiting for
-    lost processes, or wandb for a server.
-    """
+    """End this process after `seconds` if something holds its exit up, such as NCCL or wandb."""
     timer = threading.Timer(seconds, os._exit, [code])
     timer.daemon = True
     timer.start()

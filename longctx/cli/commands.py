@@ -115,26 +115,27 @@ def answer(
             shown = mistake(error) or error
             if not isinstance(shown, ValueError | OSError):
                 raise error
-            # A mistake of the user: one line
             if os.environ.get("LONGCTX_TRACEBACK"):
                 traceback.print_exception(error)
-            # Rank 0 prints the problem; torchrun ends all ranks after the first end
-            if number_here():
-                time.sleep(GRACE)
-                return files.exit_code(shown)
-            text = str(shown)
-            for line in text.splitlines() if isinstance(shown, fields.Mistakes) else [text]:
-                print(f"error: {files.printable(' '.join(line.split()))}", file=sys.stderr)
+            print_mistake(shown)
             return files.exit_code(shown)
+
+
+def print_mistake(error: Exception) -> None:
+    """Print a mistake of the user in one line, several in one line each; on rank 0 alone."""
+    # torchrun ends all ranks after the first end, so the others wait until it has printed
+    if number_here():
+        return time.sleep(GRACE)
+    text = str(error)
+    for line in text.splitlines() if isinstance(error, fields.Mistakes) else [text]:
+        print(f"error: {files.printable(' '.join(line.split()))}", file=sys.stderr)
 
 
 # Help
 
 
 def help_text(argv: list[str]) -> str:
-    """Return examples, presets and keys of the command in `argv`, its plugins' names included, or
-    a summary of every command.
-    """
+    """Return the help of the command in `argv`, its plugins' names included, or of all commands."""
     if argv[0] not in COMMANDS:
         lines = [f"  longctx {name:<14}{summary_of(x.schema)}" for name, x in COMMANDS.items()]
         more = "Each takes key=value and --help. Also: --version, python -m benchmarks --help"

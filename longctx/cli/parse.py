@@ -153,22 +153,8 @@ def given_values(schema: type, arguments: Iterable[str]) -> dict[str, Any]:
     # Some of the other keys may be a plugin's
     if of_plugins and of_plugins != arguments:
         given_values(schema, of_plugins)
+    files, paths, texts = sorted_out(schema, arguments)
     known, given = keys(schema), dict[str, Any]()
-    files, paths, texts = list[str](), list[str](), list[tuple[str, str]]()
-    for argument in arguments:
-        name, equals, text = argument.partition("=")
-        is_file = not equals and argument.endswith((".yaml", ".yml"))
-        # A path needs no key in commands that name no other file
-        if is_file and (issubclass(schema, EvalConfig) or not positional(schema)):
-            files.append(argument)
-        elif is_path(schema, argument):
-            paths.append(argument)
-        elif argument.startswith("-") or not equals or not name:
-            raise ValueError(not_a_key(schema, argument))
-        else:
-            inner = value_of(text, Key()) if name in known and known[name].is_group else text
-            inner = inner if isinstance(inner, dict) else {}
-            texts += [(f"{name}.{x}", shown(y)) for x, y in inner.items()] or [(name, text)]
     full_names = full_keys(schema, [name for name, _ in texts])
     for name, text in texts:
         full = full_names[name]
@@ -195,6 +181,29 @@ def given_values(schema: type, arguments: Iterable[str]) -> dict[str, Any]:
     for file in files:
         given = values_of_file(schema, Path(file), given) | given
     return given
+
+
+def sorted_out(
+    schema: type, arguments: Iterable[str]
+) -> tuple[list[str], list[str], list[tuple[str, str]]]:
+    """Return the files, the paths without a key, and each key with its text."""
+    known = keys(schema)
+    files, paths, texts = list[str](), list[str](), list[tuple[str, str]]()
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        is_file = not equals and argument.endswith((".yaml", ".yml"))
+        # A path needs no key in commands that name no other file
+        if is_file and (issubclass(schema, EvalConfig) or not positional(schema)):
+            files.append(argument)
+        elif is_path(schema, argument):
+            paths.append(argument)
+        elif argument.startswith("-") or not equals or not name:
+            raise ValueError(not_a_key(schema, argument))
+        else:
+            inner = value_of(text, Key()) if name in known and known[name].is_group else text
+            inner = inner if isinstance(inner, dict) else {}
+            texts += [(f"{name}.{x}", shown(y)) for x, y in inner.items()] or [(name, text)]
+    return files, paths, texts
 
 
 def full_keys(schema: type, names: Iterable[str]) -> dict[str, str]:
@@ -227,7 +236,7 @@ def alternatives(declared: Key, text: str) -> list[str]:
 
 
 def value_of(text: str, declared: Key) -> Any:
-    """Return the null, true, false, number, list or dictionary that is typed as `text`, else it."""
+    """Return the value typed as `text`: null, true, false, a number, list, dictionary, or text."""
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     takes_text = declared.type in (str, Path) and not is_quoted
     if takes_text or declared.is_group or declared.literal:

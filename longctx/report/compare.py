@@ -72,9 +72,7 @@ def compare(
 
 
 def read_all(paths: Sequence[Path], price: float | None) -> tuple[list[RunRecord], list[str]]:
-    """Return the runs at `paths`, each once, and notes on them; raises the first problem if no run
-    is left.
-    """
+    """Return the runs at `paths`, each once, and notes; raise the first problem if none is left."""
     missing = (path for path in paths if not path.exists())
     remedy = "give the folder of a run"
     fields.refuse_first(f"{x}: no such folder; {closest_to(x) or remedy}" for x in missing)
