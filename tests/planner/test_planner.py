@@ -115,18 +115,17 @@ def test_auto_takes_the_fastest_settings_that_fit():
     assert (narrow.optimizer_state, narrow.mlp_tile) == ("bf16", 16384)
 
 
-@pytest.mark.parametrize(("words", "gpu", "host"), FIGURES["searched"])
-@pytest.mark.parametrize("tokens", [4096, 16384, 65536, 131072, 262144])
-def test_a_search_is_never_slower_than_a_policy(words, gpu, host, tokens):
+@pytest.mark.parametrize(("words", "gpu", "host", "lengths"), FIGURES["searched"])
+def test_a_search_is_never_slower_than_a_policy(words, gpu, host, lengths):
     chip = hardware.chip(gpu)
-    asked = workload(*words.split(), seq_len=tokens, batch_size=1, accumulate=1)
     limits = fitting.room(chip), host * GIB
-    found = fitting.first_that_fits(asked, *limits, chip)
-    named = [with_policy(asked, name) for name in ("fast", "balanced")]
-    for step in (step for step in named if fitting.fits(step, *limits)):
+    for tokens in lengths:
+        asked = workload(*words.split(), seq_len=tokens, batch_size=1, accumulate=1)
+        found = fitting.first_that_fits(asked, *limits, chip)
         assert found is not None and fitting.fits(found, *limits)
-        speeds = (fitting.tokens_per_second(each, chip) for each in (found, step))
-        assert next(speeds) >= fitting.AS_FAST * next(speeds)
+        named = (with_policy(asked, name) for name in ("fast", "balanced"))
+        speeds = [fitting.tokens_per_second(x, chip) for x in named if fitting.fits(x, *limits)]
+        assert fitting.tokens_per_second(found, chip) >= fitting.AS_FAST * max(speeds)
 
 
 @pytest.mark.parametrize(("words", "gpu", "host"), FIGURES["exhaustive"])
