@@ -102,7 +102,7 @@ def build_model(
     file: Path,
     attention: AttentionConfig,
     device: torch.device | str,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype,
     shard: Callable[[GPT], None] = lambda model: None,
 ) -> GPT:
     """Build the model of `file`, a checkpoint or a Hugging Face folder, in eval mode on `device`;

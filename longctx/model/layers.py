@@ -71,7 +71,7 @@ class RMSNorm(nn.RMSNorm):
 
     eps: Any
 
-    def __init__(self, size: int, eps: float, plus_one: bool = False) -> None:
+    def __init__(self, size: int, eps: float, plus_one: bool) -> None:
         super().__init__(size, eps)
         self.plus_one = plus_one
 

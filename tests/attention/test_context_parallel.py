@@ -15,8 +15,8 @@ from longctx.attention.exchange import AllGather, HaloExchange, Ranks, Ulysses
 from tests.processes import run_on
 
 
-def context_of(rank: int, ranks: int, method: str, fetches_windows: bool = True) -> Context:
-    context = Context(method=method, fetches_windows=fetches_windows)
+def context_of(rank: int, ranks: int, method: str) -> Context:
+    context = Context(method=method)
     context.ranks = Ranks(rank, ranks)
     return context
 

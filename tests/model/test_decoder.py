@@ -46,9 +46,9 @@ def prompts() -> list[list[int]]:
     return [torch.randint(1, 301, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def greedy(decoder: Decoder, texts: list[list[int]], most: int, ends: Any = ()) -> list[list[int]]:
-    rows = continuations(decoder, texts, most, lambda logits: logits.argmax(-1), ends)
-    return [[x for x in row if x is not None] for row in zip(*rows, strict=True)]
+def greedy(decoder: Decoder, texts: list[list[int]]) -> list[list[int]]:
+    steps = continuations(decoder, texts, NEW, lambda logits: logits.argmax(-1))
+    return [[x for x in text if x is not None] for text in zip(*steps, strict=True)]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -61,7 +61,7 @@ def test_greedy_text_is_that_of_transformers(name, tmp_path):
         for text in prompts()
     ]
     model = pretrained(tmp_path)
-    assert greedy(Decoder(model, 3, max(LENGTHS) + NEW), prompts(), NEW) == expected
+    assert greedy(Decoder(model, 3, max(LENGTHS) + NEW), prompts()) == expected
     assert len({token for text in expected for token in text}) > 3
 
 
@@ -133,6 +133,6 @@ def test_a_graph_computes_what_single_launches_do():
     model = small(head_dim=16, window=9).cuda()
     texts = [[token % 71 for token in text] for text in prompts()]
     plain, graph = (Decoder(model, 3, 80, graphs) for graphs in (False, True))
-    expected = greedy(plain, texts, NEW)
-    assert greedy(graph, texts, NEW) == expected
-    assert greedy(graph, texts, NEW) == expected  # the same graph after another prefill
+    expected = greedy(plain, texts)
+    assert greedy(graph, texts) == expected
+    assert greedy(graph, texts) == expected  # the same graph after another prefill

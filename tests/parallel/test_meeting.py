@@ -50,15 +50,15 @@ def torchrun(nodes: int) -> list[list[str]]:
     return [[*command, "--node-rank", str(node)] for node in range(nodes)]
 
 
-def of_srun(rank: int, ranks: int, port: int, nodes: int = 1) -> dict[str, str]:
-    """Return the environment of a task of srun, on one node or each on its own."""
+def of_srun(rank: int, port: int) -> dict[str, str]:
+    """Return the environment of one of two tasks of srun, on one node."""
     return {
         "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_NODES": str(nodes),
-        "SLURM_STEP_NUM_TASKS": str(ranks),
-        "SLURM_STEP_NODELIST": "localhost,other" if nodes > 1 else "localhost",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
         "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank // nodes),
+        "SLURM_LOCALID": str(rank),
         "MASTER_PORT": str(port),
     }
 
@@ -78,7 +78,7 @@ def errors_of(process: subprocess.Popen[str], code: int | None = 2) -> list[str]
     ("variables", "message"),
     [
         (OF_TORCHRUN, "processes 1, 2 of 3 have not arrived at 127.0.0.1:"),
-        (of_srun(1, 2, free_ports(1)[0]), "process 0 of 2 cannot listen there, or is gone"),
+        (of_srun(1, free_ports(1)[0]), "process 0 of 2 cannot listen there, or is gone"),
     ],
     ids=["others", "rank 0"],
 )
@@ -93,7 +93,7 @@ def test_a_process_that_never_arrives_is_named(variables, message, overrides, tm
 def test_a_port_that_is_taken_is_named(overrides, tmp_path):
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
-        process = begin([str(SCRIPT), *overrides(name="r")], tmp_path, **of_srun(0, 2, port))
+        process = begin([str(SCRIPT), *overrides(name="r")], tmp_path, **of_srun(0, port))
         [error] = errors_of(process)
     assert f"MASTER_PORT={port}: process 0 of 2 cannot listen" in error
 
@@ -129,7 +129,7 @@ def test_a_mistake_in_a_mixer_of_rank_1_is_printed_with_its_place(overrides, tmp
 def test_only_rank_0_prints_what_is_wrong(changes, message, overrides, tmp_path):
     port = free_ports(1)[0]
     command = [str(SCRIPT), *overrides(name="r", **changes)]
-    first, second = (begin(command, tmp_path, **of_srun(rank, 2, port)) for rank in range(2))
+    first, second = (begin(command, tmp_path, **of_srun(rank, port)) for rank in range(2))
     [error] = errors_of(first)
     assert message in error
     assert errors_of(second) == []
@@ -288,9 +288,9 @@ def test_strangers_do_not_hold_up_a_greeting(monkeypatch):
 def test_strangers_do_not_hold_up_the_start(overrides, tmp_path):
     port = free_ports(1)[0]
     command = [str(SCRIPT), *overrides(name="r", max_steps=2)]
-    first = begin(command, tmp_path, **of_srun(0, 2, port))
+    first = begin(command, tmp_path, **of_srun(0, port))
     clients = [stranger(port, words, first) for words in STRANGERS]
-    tasks = [first, begin(command, tmp_path, **of_srun(1, 2, port))]
+    tasks = [first, begin(command, tmp_path, **of_srun(1, port))]
     assert [errors_of(task, code=0) for task in tasks] == [[], []]
     for client in clients:
         client.close()

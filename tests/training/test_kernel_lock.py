@@ -81,9 +81,9 @@ def test_record_accepts_other_kernels_once(two_steps, other_kernels, capsys, mon
     assert lock_of(folder) == checkpoint_lock(folder)
 
 
-def lock_with(backend: str = "flash", device: str = "cpu") -> dict:
-    """The lock of a step of 64 tokens."""
-    config = TrainConfig(attention=AttentionConfig(backend))
+def lock_with(device: str = "cpu") -> dict:
+    """The lock of a step of 64 tokens with flash."""
+    config = TrainConfig(attention=AttentionConfig("flash"))
     return kernel_lock.of_workload(workload_of(config, device, 64))
 
 
