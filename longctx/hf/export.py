@@ -1,8 +1,7 @@
 """Write a GPT as a Hugging Face folder: config.json, generation_config.json, weights, tokenizer; or
 LoRA's additions as an adapter. `longctx export runs/NAME out/` writes the model of a checkpoint.
 
-It opens in transformers, or peft, and in what reads its formats. The folder appears under its name
-only when it is complete.
+It opens in transformers, or peft, and in what reads its formats. It appears when it is complete.
 """
 
 from __future__ import annotations
@@ -143,8 +142,7 @@ def adapted_model(
     """Return the model of a checkpoint, mapped from disk, its LoRA, and its run's configuration.
 
     If the run continued one with LoRA, the model has the first run's weights, and the products of
-    all are one; the configuration is that of the first run. Raises ValueError if the weights belong
-    to another model.
+    all are one; the configuration is the first's. Raises ValueError for weights of another model.
     """
     added, settings = lora_of(checkpoint), checkpoint["longctx"]["config"]
     own = checked_skeleton(path, checkpoint, config, added)

@@ -55,8 +55,7 @@ def load_weights(model: GPT, folder: str | Path) -> None:
     """Copy the weights of `folder` into `model`, tensor by tensor, cast to its dtype; raises as its
     format's `check_weights`.
 
-    Rows of a larger vocabulary than the folder's keep what they hold. Of a sharded weight each rank
-    copies its rows.
+    Rows of a larger vocabulary than the folder's stay. A rank copies its rows of a sharded weight.
     """
     format_of(model.config).load_weights(model, Path(folder))
 

@@ -178,22 +178,7 @@ class Family:
         if self.rope_types:
             kind = scaling.get("rope_type", "default")
             source.refuse_unless(f"{source.rope_key}.rope_type", kind, tuple(self.rope_types))
-        values: dict[str, Any] = {
-            **self.fixed,
-            **{ours: source.size(key) for key, ours in self.sizes.items()},
-            "rope_theta": theta,
-            "rotary_share": source.rotary_share("partial_rotary_factor" in self.keys),
-        }
-        for key, (ours, *others) in self.numbers.items():
-            number = source.number(key, *others[:1])
-            values[ours] = FUNCTIONS[others[1]](number) if others[1:] else number
-        for key, (ours, known) in self.choices.items():
-            value = source.get(key)
-            value = json.dumps(value) if isinstance(value, bool) else str(value)
-            source.refuse_unless(key, value, tuple(known))
-            values[ours] = known[value]
-        for key, names in self.flags.items():
-            values |= dict.fromkeys(names, source.flag(key))
+        values = self.read_tables(source) | {"rope_theta": theta}
         # channels / heads is what null means, so an equal model has an equal config
         if source.get("head_dim") is not None:
             size = source.size("head_dim")
@@ -226,6 +211,22 @@ class Family:
         with untrusted.named(source.file):
             config.validate()
         return config
+
+    def read_tables(self, source: ConfigJson) -> dict[str, Any]:
+        """Return the keys of GPTConfig that the tables of this family hold."""
+        values = self.fixed | {ours: source.size(key) for key, ours in self.sizes.items()}
+        values["rotary_share"] = source.rotary_share("partial_rotary_factor" in self.keys)
+        for key, (ours, *others) in self.numbers.items():
+            number = source.number(key, *others[:1])
+            values[ours] = FUNCTIONS[others[1]](number) if others[1:] else number
+        for key, (ours, known) in self.choices.items():
+            value = source.get(key)
+            value = json.dumps(value) if isinstance(value, bool) else str(value)
+            source.refuse_unless(key, value, tuple(known))
+            values[ours] = known[value]
+        for key, names in self.flags.items():
+            values |= dict.fromkeys(names, source.flag(key))
+        return values
 
     def read_keys(self) -> set[str]:
         """Return the keys of config.json that this family reads and not all do."""
