@@ -101,8 +101,7 @@ class _Step:
         self.gradient, self.copy = self.through.gradient, self.through.weight_copy
         self.norms_fused = workload.uses_kernels and self.model.norm_form == "rms"
         in_bf16 = {n % self.L for n in workload.bf16_layers}
-        is_fp8 = workload.precision == "fp8"
-        self.in_8_bits = [is_fp8 and n not in in_bf16 for n in range(self.L)]
+        self.in_8_bits = [workload.precision == "fp8" and n not in in_bf16 for n in range(self.L)]
         # Of the layer with the largest exchange
         windows = self.model.windows() if workload.context > 1 else [None]
         self.exchanged = max(map(self.exchange_of, windows))

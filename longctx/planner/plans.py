@@ -122,9 +122,11 @@ def check_fits(step: Workload, machine: Machine) -> None:
     if predicted.peak > clearly * total:
         share = f"{predicted.gpu[predicted.largest] / GIB:,.1f} of it for {predicted.largest}"
         text, host = f"{predicted.peak / GIB:,.1f} GiB of {name}, {share}", total
-    tried = f"seq_len={smallest.seq_len} batch_size={smallest.batch_size} memory={smallest.memory}"
-    there = f"there are {host / GIB:,.1f}; try {advice}"
-    raise ValueError(f"{tried}: a step is predicted to take {text}, and {there}")
+    raise ValueError(
+        f"seq_len={smallest.seq_len} batch_size={smallest.batch_size} "
+        f"memory={smallest.memory}: a step is predicted to take {text}, and there are "
+        f"{host / GIB:,.1f}; try {advice}"
+    )
 
 
 def explain(step: Workload, steps_done: int, machine: Machine, used: float | None) -> str:
