@@ -382,9 +382,7 @@ def _identity(config: DataConfig, corpus: Corpus) -> list[Any]:
 def _tokenizer(
     config: DataConfig, sources: Mapping[str, DataConfig]
 ) -> tuple[Tokenizer, dict[str, Corpus]]:
-    """Return the tokenizer, trained on a sample of all sources if none is given, and the corpora
-    opened so far.
-    """
+    """Return the tokenizer, trained on a sample of all sources unless given, and opened corpora."""
     corpora = {}
     for name, source in sources.items():
         with _named(name):

@@ -81,9 +81,7 @@ def by_hash(stores: Sequence[Store], fractions: Mapping[str, float | None]) -> l
 
 
 def whole_texts(texts: np.ndarray, sizes: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return which texts, hashes (n,), validate whole, (n,) bool: of their `sizes` (n, stores) so
-    many that no store has more than its `wanted` bytes.
-    """
+    """Return which texts, (n,) bool, validate whole: no store gets more than its `wanted` bytes."""
     in_store, missing = sizes > 0, wanted.copy()
     # Next to one long text all others may be few bytes: half of the texts are trained on
     room = np.where(2 * wanted <= sizes.sum(axis=0), in_store.sum(axis=0) // 2, len(texts))

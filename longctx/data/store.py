@@ -209,9 +209,7 @@ def has_marks(config: DataConfig) -> bool:
 def _encoded(
     batch: Sequence[Document], tokenizer: Tokenizer, config: DataConfig
 ) -> Iterable[tuple[np.ndarray, np.ndarray]]:
-    """Return the tokens of each document, and for conversations and answers a mark for each:
-    scored + 2 · side.
-    """
+    """Return tokens of each document, and of conversations and answers marks: scored + 2 · side."""
     if not has_marks(config):
         ids = tokenizer.encode_documents([document.text for document in batch])
         return zip(ids, repeat(np.zeros(0, np.uint8)), strict=False)

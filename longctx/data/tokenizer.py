@@ -278,8 +278,7 @@ def overlapping(
 
 def segments(text: str, size: int) -> Iterator[str]:
     """Split `text` into parts of at least `size` characters without changing its tokens."""
-    # Cuts lie between a letter or digit and a line break, which byte-level pre-tokenizers never
-    # join
+    # Between a letter or digit and a line break, which byte-level pre-tokenizers never join
     first = 0
     while len(text) - first > size and (boundary := _BOUNDARY.search(text, first + size)):
         yield text[first : boundary.start() + 1]
@@ -288,9 +287,7 @@ def segments(text: str, size: int) -> Iterator[str]:
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE (GPT-2's pre-tokenizer) of at most `vocab_size` tokens, end-of-text
-    included.
-    """
+    """Train a byte-level BPE (GPT-2's splits) of up to `vocab_size` tokens, with end-of-text."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
