@@ -8,7 +8,6 @@ import torch
 import yaml
 
 import train
-from longctx.attention.description import AttentionConfig
 from longctx.config.asked import workload_of
 from longctx.config.train_config import TrainConfig
 from longctx.kernels.attention import tiled
@@ -83,8 +82,7 @@ def test_record_accepts_other_kernels_once(two_steps, other_kernels, capsys, mon
 
 def lock_with(device: str = "cpu") -> dict:
     """The lock of a step of 64 tokens with flash."""
-    config = TrainConfig(attention=AttentionConfig("flash"))
-    return kernel_lock.of_workload(workload_of(config, device, 64))
+    return kernel_lock.of_workload(workload_of(TrainConfig(), device, 64))
 
 
 def test_a_lock_takes_no_random_number_of_the_run():
