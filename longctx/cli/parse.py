@@ -126,8 +126,7 @@ def split_own(schema: type, arguments: Sequence[str]) -> tuple[list[str], list[s
 
 
 def jobs(arguments: Iterable[str]) -> list[list[str]]:
-    """Return the arguments of each job of a sweep: every combination of the listed values, the last
-    key varying fastest.
+    """Return the arguments of each job of a sweep: all combinations of values, last key fastest.
 
     ValueError names a list in which a value is missing.
     """
