@@ -265,6 +265,7 @@ def test_a_sink_of_minus_infinity_is_none(backend):
     out, lse = attention(*leaves, Mask.causal(), backend, return_lse=True, sinks=none)
     assert torch.equal(out, attention(*leaves, Mask.causal(), backend))
     assert (lse[:, :, :5] == float("-inf")).all()
+    assert attention(*leaves, Mask.causal(), backend, sinks=none / none)[:, 5:].isnan().all()
     gradients = torch.autograd.grad(out.sum() + lse[:, :, 5:].sum(), (*leaves, none))
     assert all(g.isfinite().all() for g in gradients)
 
