@@ -218,7 +218,7 @@ def closest_to(path: Path) -> str:
 def check_resumable(folder: Path, saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raise ValueError for the first key of `given` that a resume needs as it was `saved`."""
     for key, value in given.items():
-        is_same = key in saved and shown(saved[key]) == shown(value)
+        is_same = key in saved and (saved[key] == value or shown(saved[key]) == shown(value))
         if not (is_same or declared_as(TrainConfig, key).resume):
             why = f"cannot change when {folder} is resumed, which keeps its config.yaml"
             raise ValueError(f"{key} {why}; leave it out, or start a new run")
