@@ -74,7 +74,7 @@ def check_named(recorded: Any, given: Sequence[str] | None, source: Path) -> str
     for path, _, digest in (entry.partition(HASH) for entry in given or ()):
         if Path(path).name in known.values() and digest not in known:
             print(f"warning: plugins={path}: changed since {source} recorded it", file=sys.stderr)
-    return "{}" if given or not recorded else f"{{}}; if a plugin has that, add {as_typed(recorded)}"
+    return "{}" if given or not recorded else "{}; if a plugin has that, add " + as_typed(recorded)
 
 
 def as_typed(recorded: Sequence[Any]) -> str:

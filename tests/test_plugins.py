@@ -200,8 +200,7 @@ def test_plugins_of_one_name_are_told_apart(here, capsys):
     for folder in ("a", "b"):
         (here / folder).mkdir()
         (here / folder / "my_own.py").write_text(f"x = '{folder}'\n")
-    words = ["a/my_own.py", "b/my_own.py"]
-    recorded = plugins.load(words)
+    recorded = plugins.load(words := ["a/my_own.py", "b/my_own.py"])
     assert plugins.check_named(recorded, recorded, here) == "{}"  # nothing to add to a mistake
     assert capsys.readouterr().err == ""
     (here / "a" / "my_own.py").write_text("x = 'c'\n")

@@ -151,14 +151,15 @@ def test_what_a_mixer_lacks_is_refused(monkeypatch):
 @pytest.mark.parametrize("memory", ["fast", "balanced"])
 def test_a_wrong_shape_or_name_is_one_error_that_names_the_file(memory, monkeypatch):
     ids, mixer = packed()[0], MIXERS["short"]
-    code = "def late(*_): raise ValueError('x')\ndef asks(): refuse((True, 'x'))"
+    fails = "(*_): raise ValueError('x')\n"
+    code = f"def late{fails}def check{fails}def asks(): refuse((True, 'x'))"
     exec(compile(code, getfile(mixer), "exec"), of_file := {"refuse": refuse})
     (x := torch.ones(1, requires_grad=True)).register_hook(of_file["late"])
-    late, asks, backward = of_file["late"], of_file["asks"], x.sum().backward
-    for call, told in ((late, True), (backward, True), (asks, False)):
+    late, *others = (of_file[name] for name in ("late", "check", "asks"))
+    for call, told in ((late, True), (x.sum().backward, True), *((y, False) for y in others)):
         with pytest.raises(ValueError, match="x") as raised:
             call()
-        assert ("my_mixer.py: line 1: late: V" in str(mistake(raised.value))) == told
+        assert ("my_mixer.py: line 1: late: V" if told else "None") in str(mistake(raised.value))
     for change in (lambda x: x[:, 1:], lambda x: x[..., :1], lambda x: (x, None)):
         monkeypatch.setattr(mixer, "forward", lambda self, x, batch, change=change: change(x))
         with pytest.raises(ValueError, match=r"mixer=short: .*my_mixer\.py: forward .*; give the"):

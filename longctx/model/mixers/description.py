@@ -72,9 +72,9 @@ def mistake(error: BaseException) -> ValueError | None:
     while calls and calls[-1][0].co_filename not in own:
         called += calls.pop()[0].co_filename
     is_of_mixer = any(place in x.co_filename for x, _ in calls for place in (MODEL, "/autograd/"))
-    # If a plugin calls this package, its ValueError is about the request
-    is_ours = isinstance(error, ValueError | OSError) and str(Path(MODEL).parent) in called
-    if not calls or (is_ours and not is_of_mixer):
+    # If a plugin calls this package, or checks the request, its ValueError is about the request
+    is_ours = f"{Path(MODEL).parent}" in called or any("check" in x.co_name for x, _ in calls[-1:])
+    if not calls or (isinstance(error, ValueError | OSError) and is_ours and not is_of_mixer):
         return None
     code, line = calls[-1]
     problem = f"{code.co_name}: {type(error).__name__}: {' '.join(str(error).split())}"
