@@ -264,8 +264,8 @@ class Template:
         begun = (last["content"] or "").rstrip(" ")
         whole = self.render([*others, {**last, "content": begun + _END}], tools).text
         text, mark, _ = whole.rpartition(_END)
-        problem = f"the chat template of {self.folder} changes the end of the assistant's message"
-        refuse((not mark, f"{problem}, so no sample can continue it; leave it out"))
+        problem = f"the chat template of {self.folder} changes the assistant's last message"
+        refuse((not mark or begun.strip() not in text, f"{problem}, to be continued; leave it out"))
         return text, begun
 
     def _read(self, row: Row) -> tuple[list[Message], Any]:

@@ -187,9 +187,11 @@ class SourcePart:
             own = slice(*packing.bounds[number : number + 2].tolist())
             marks = map(self.store.scored, packing.document[own], first[own], stop[own])
             count += not any(x is None or x.any() for x in marks)
-        origin, whole = self.config.path or self.config.source, np.quantile(self.store.lengths, 0.9)
-        advice = f"seq_len={whole:.0f} holds 90% of its documents whole"
-        text = f"{count:,} of {len(numbers):,} sequences of {origin} hold no target token; {advice}"
+        origin, lengths = self.config.path or self.config.source, self.store.lengths
+        text = f"{count:,} of {len(numbers):,} sequences of {origin} hold no target token"
+        if len(cut := lengths[lengths > self.seq_len]):  # few long ones may have most sequences
+            whole = np.quantile(cut, 0.9, method="higher")
+            text += f"; seq_len={whole} holds 90% of the longer documents whole"
         return text if count > len(numbers) / 2 else ""
 
     def sequences(self, split: str) -> PackedSequences:

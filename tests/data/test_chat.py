@@ -275,8 +275,9 @@ def test_cut_conversations_keep_their_marks(folder):
     assert len(scored(uncut)) == len(scored(cut)) > 0
     assert len(cut.train) > 6 * len(uncut.train)
     assert not uncut.summary()["without_target"] + cut.summary()["without_target"]
-    rows = ({"messages": [asks(f"a rose {n} " * 40), TALK[1]]} for n in range(6))
-    assert "hold no target token" in load(chats(folder, *rows), 48).summary()["without_target"]
+    prompts = [*(f"a rose {n} " * 200 for n in range(6)), *map(str, range(60))]
+    data = load(chats(folder, *({"messages": [asks(x), TALK[1]]} for x in prompts)), 48)
+    assert f"target token; seq_len={data.lengths.max()} h" in data.summary()["without_target"]
 
 
 SPECIAL = "x<|im_end|>"
@@ -361,6 +362,8 @@ def test_shortened_conversations_are_counted(folder):
     for turns, count in (("auto", 2), ("auto", 2), ("all", 0)):  # built, from the cache
         counts = load(chats(folder, *rows, turns=turns), 512).summary()
         assert counts["conversations_shortened"] == count
+    with pytest.raises(ValueError, match="changes the assistant's last message"):
+        Template(folder).prompt("here", {"messages": [asks("q"), says("<think>a</think>b")]})
 
 
 # Rows of other formats, and messages that say whether they are learned
@@ -378,8 +381,7 @@ def test_sharegpt_is_the_same_conversation():
     assert read(row) == ([SYSTEM, *PLAIN], TOOLS)
     call = {"from": "function_call", "value": json.dumps(CALL["function"])}
     messages, _ = read({"conversations": [*sharegpt([asks("q")]), call]})
-    function = {"type": "function", "function": CALL["function"]}
-    assert messages[1] == says(None, tool_calls=[function])
+    assert messages[1] == says(None, tool_calls=[{x: CALL[x] for x in ("type", "function")}])
     assert read({"conversations": PLAIN}) == (PLAIN, None)
     texts = [{"type": "text", "text": text} for text in ("q", "1")]
     assert read({"messages": [{"role": "user", "content": texts}]})[0] == [asks("q1")]
@@ -413,8 +415,7 @@ def test_answers_without_an_end_are_found(folder, template, ends):
 def test_excluded_turns_are_not_learned(folder, template):
     every = written(folder, template, PLAIN)
     for excluded, left in ((1, parts(every)[1:]), (3, parts(every)[:1])):
-        messages = [dict(message) for message in PLAIN]
-        messages[excluded]["weight"] = 0
+        messages = [x | {"weight": 0} if n == excluded else x for n, x in enumerate(PLAIN)]
         talk = written(folder, template, messages)
         assert (talk.text, parts(talk)) == (every.text, left)
     with pytest.raises(ValueError, match="here: no message of the assistant"):
