@@ -77,10 +77,10 @@ def contents(
         for key, value in values.items():
             # torch's optimizers shard their states as the weights
             value = value.to_local() if hasattr(value, "to_local") else value
+            if getattr(value, "shape", None) not in ((), weight.part.shape):  # a resume refuses it
+                state = f"optimizer: {key} of {names[number]}: give a tensor of one number or of"
+                raise ValueError(f"{state} its weight's shape {[*weight.part.shape]}")
             if value.ndim:
-                if value.shape != weight.part.shape:  # a resume would refuse it
-                    state = f"optimizer: {key} of {names[number]} has shape {[*value.shape]}; give"
-                    raise ValueError(f"{state} one number or its weight's {[*weight.part.shape]}")
                 tensors[f"optimizer.{number}.{key}"] = Sharded(value, weight.shape, weight.rows_of)
             else:
                 scalars.setdefault(str(number), {})[key] = float(value)
