@@ -95,7 +95,9 @@ class Harness(TemplateLM):
     ) -> str:
         """Return the conversation up to the next answer, or to the end of one that is begun."""
         assert self.template is not None
-        return self.template.question(chat_history)[0]
+        text, begun = self.template.question(chat_history)
+        # lm-eval gives a space at the end to the answer that it scores
+        return text + chat_history[-1]["content"][len(begun) :] if begun else text
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], **kwargs: Any

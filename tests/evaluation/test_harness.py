@@ -139,6 +139,8 @@ def test_prompts_of_a_chat_template_are_those_of_hflm(tmp_path, monkeypatch):
     assert prompt == theirs.apply_chat_template([asked])
     prefix = ours.apply_chat_template([asked, begun], add_generation_prompt=False)
     assert prefix == theirs.apply_chat_template([asked, begun], add_generation_prompt=False)
+    spaced = begun | {"content": " is "}  # the space is of the answer that a task scores
+    assert ours.apply_chat_template([asked, spaced], add_generation_prompt=False) == prefix + " "
     assert ours.tok_encode(prompt) == theirs.tok_encode(prompt)
     requests = requests_of("loglikelihood", [(prompt, "a rose"), (prefix, " a")])
     both = ours.loglikelihood(requests), theirs.loglikelihood(requests)
