@@ -58,12 +58,11 @@ def _ratios(store: Store, corpus: Corpus, config: DataConfig) -> np.ndarray:
 
     def write(folder: Path) -> None:
         ratios, tokens = np.zeros(len(store)), 0
-        texts = [text.tobytes() for text in store.texts]
         number = 0
         with progress("compressing", len(store)) as show:
             for document in corpus.documents():
                 # The store has the same order, without documents that have nothing to predict
-                if [exact_key(document.whole)] == texts[number : number + 1]:
+                if exact_key(document.whole) == store.texts[number : number + 1].tobytes():
                     content = document.whole.encode()
                     ratios[number] = len(zlib.compress(content)) / len(content)
                     tokens += int(store.lengths[number])
