@@ -198,8 +198,8 @@ def follow(request: dict[str, Any], commands: Commands) -> Iterator[Record]:
     """
     tail, sent = metrics_file.Tail(Path(request["folder"])), 0
     for command in commands:
-        # Reading after the command yields all records that came before the end. A file that was
-        # deleted is written anew, with those that were sent
+        # Reading after the command yields all records before the end. A deleted file is written
+        # anew, with the records that were sent
         before, new = tail.inode, tail.records()
         new = new if tail.inode == before else new[sent:]
         sent += len(new)

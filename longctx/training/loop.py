@@ -62,7 +62,7 @@ class Stops:
 
 
 class Training:
-    """The parts of a run that steps change, and what happens between two steps."""
+    """The changing parts of a run; between two steps they log a row, validate and save."""
 
     def __init__(self, run: Run, parallel: Parallel, log: RunLog) -> None:
         self.run, self.parallel, self.log = run, parallel, log

@@ -168,7 +168,7 @@ class AdamW(torch.optim.AdamW):
         # Muon's stacks are new tensors in each step, and copies from the host are not kernels
         if type(self) is not AdamW or self.stored == "host" or not self.state.keys() >= {*trained}:
             return False
-        # A group has one tensor of numbers, which are those of one step
+        # A group's tensor has the numbers of one step
         is_one_step = len({int(self.state[p]["step"]) for p in trained}) == 1
         return is_one_step and all(
             type(p.data) is Tensor and by_kernel(p) and p.grad.is_contiguous() for p in trained
